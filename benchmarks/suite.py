@@ -353,11 +353,11 @@ BENCHMARKS = (
         script="quality.duplicates",
         title="Near-duplicates among documents",
         quick=("--rounds", "1", "--documents", "2000", "--sizes", "2000"),
-        text="Whole commands, one process for the work, on the same JSONL of made-up documents of 1.4 KB, of which one in "
-        "twenty is a copy with a few other words. All compare sets of five words from a similarity of 0.8 on, with 128 "
-        "hashes (datatrove: its 14 x 8). rensa alone is a script around the package that unisono uses too: n-grams as "
-        "strings, and its deduplicator. Recall is over copies with a similarity of 0.8 or more, precision over all that "
-        "is dropped. The cost by size is without what a corpus of one document takes.",
+        text="Whole commands, which write the kept documents, one process for the work, on the same JSONL of made-up documents "
+        "of 1.4 KB, of which one in twenty is a copy with a few other words. All compare sets of five words from a similarity "
+        "of 0.8 on, with 128 hashes (datatrove: its 14 x 8). rensa alone is a script around the package that unisono uses "
+        "too: n-grams as strings, and its deduplicator; it writes nothing. Recall is over copies with a similarity of 0.8 or "
+        "more, precision over all that is dropped. The cost by size is without what a corpus of one document takes.",
         rows=(
             Row("text-dedup / unisono: time", "together/over/text-dedup", aim=at_least(3)),
             Row("datatrove / unisono: time", "together/over/datatrove", aim=at_least(3)),

@@ -79,7 +79,7 @@ CODE_FROM_DATA = {
     # runs a configuration that its user wrote in Python and named, or has run before (config/trust.py)
     "src/unisono/config/python_file.py",
     # bytes for tasks of a cluster that the user named; Ray pickles on its own connections: docs/adr/0005
-    "src/unisono/quality/ray_map.py",
+    "src/unisono/quality/duplicates/ray_map.py",
 }
 
 

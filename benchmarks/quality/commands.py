@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ Command = Callable[[Path, Path], Outcome]  # of the data set and of a new folder
 def of_unisono(source: Path, out: Path, *options: str) -> Outcome:
     """``unisono data dedup``; rows of a file are their numbers, files of a folder their names."""
     command = [sys.executable, "-m", "unisono", "data", "dedup"]
-    wall_s, peak_mib = _run([*command, str(source), f"--out={out}", "--index-only", "--workers=0", *options])
+    wall_s, peak_mib = _run([*command, str(source), f"--out={out}", "--workers=0", *options])
     lines = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
     dropped = {Path(line["file"]).name if source.is_dir() else line["row"] for line in lines}
     return Outcome(wall_s=wall_s, peak_mib=peak_mib, dropped=dropped)
@@ -100,15 +99,22 @@ def side_by_side(
     }
 
 
+# A process keeps the peak memory of the one that started it, so commands are started by a small one, which measures them.
+_MEASURE = """
+import json, resource, subprocess, sys, time
+begin_s = time.perf_counter()
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+took_s = time.perf_counter() - begin_s
+print(json.dumps([code, took_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))
+"""
+
+
 def _run(command: Sequence[str]) -> tuple[float, float]:
     """(seconds, peak memory of the largest process in MiB) of a command."""
     environ = os.environ | ONE_THREAD | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    begin_s = time.perf_counter()
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{errors.decode(errors='replace')[-2000:]}")
-    return time.perf_counter() - begin_s, usage.ru_maxrss / 1024
+    measure = [sys.executable, "-S", "-c", _MEASURE, *command]
+    done = subprocess.run(measure, env=environ, capture_output=True, text=True, errors="replace", check=True)
+    code, wall_s, peak_mib = json.loads(done.stdout)
+    if code:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    return wall_s, peak_mib

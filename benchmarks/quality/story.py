@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
+import math
 import random
 import statistics
 import subprocess
@@ -146,33 +146,37 @@ def prepared(folder: Path, libraries: Sequence[Path]) -> tuple[dict[str, Path], 
     raw = _rows(corpus)
     naive = _write_rows(folder / "naive" / "train.jsonl", raw[len(raw) // 10 :])
     held_out = _write_rows(folder / "naive" / "held-out.jsonl", raw[: len(raw) // 10])
-    leaking, clean = _parted(naive, held_out, folder / "leaks-of-rows")
+    clean = _apart(naive, held_out, folder / "leaks-of-rows", folder / "not-leaking.jsonl")
     sets = {
         "at random": naive,
-        "at random: rows that leak": _write_rows(folder / "leaking.jsonl", leaking),
-        "at random: rows that do not": _write_rows(folder / "not-leaking.jsonl", clean),
-        "raw": _write_rows(folder / "raw-apart.jsonl", _parted(test, corpus, folder / "raw-apart")[1]),
-        "clean": _write_rows(folder / "clean-apart.jsonl", _parted(test, cleaned, folder / "clean-apart")[1]),
+        "at random: rows that leak": _write_rows(
+            folder / "leaking.jsonl", _leaking(folder / "leaks-of-rows", held_out)
+        ),
+        "at random: rows that do not": clean,
+        "raw": _apart(test, corpus, folder / "raw-apart", folder / "raw-apart.jsonl"),
+        "clean": _apart(test, cleaned, folder / "clean-apart", folder / "clean-apart.jsonl"),
         "unique": train,
         "test": test,
     }
     size = {name: {"rows": len(_rows(path)), "mib": round(_text_bytes(path) / 2**20, 2)} for name, path in sets.items()}
-    unisono("data", "leak", train, test)  # exit code 1 if anything leaked
-    facts = {"libraries": [library.name for library in libraries], "sets": size, "leaks_after_split": 0}
+    unisono("data", "leak", train, test, f"--out={folder / 'leaks'}", codes=(0, 1))
+    leaks = len(_rows(folder / "leaks" / "pairs.jsonl"))
+    facts = {"libraries": [library.name for library in libraries], "sets": size, "leaks_after_split": leaks}
     return sets, facts
 
 
-def _parted(train: Path, rows: Path, out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows that leak from ``train``, and rows that do not."""
-    import numpy as np
-
+def _apart(train: Path, rows: Path, out: Path, target: Path) -> Path:
+    """Rows that do not leak from ``train``, as the file ``target``."""
     unisono("data", "leak", train, rows, f"--out={out}", codes=(0, 1))
-    name = os.path.relpath(rows, os.path.commonpath([train.parent, rows.parent]))
-    kept = set(np.load(out / "kept" / f"{name}.npy").tolist())
-    parted: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-    for index, row in enumerate(_rows(rows)):
-        parted[index in kept].append(row)
-    return parted
+    unisono("data", "convert", rows, target, f"--rows={out}")
+    return target
+
+
+def _leaking(leaks: Path, rows: Path) -> list[dict[str, Any]]:
+    """The rows that leak, by the pairs in the folder ``leaks``."""
+    pairs = [json.loads(line) for line in (leaks / "pairs.jsonl").read_text().splitlines()]
+    of_rows = _rows(rows)
+    return [of_rows[pair["row"]] for pair in sorted(pairs, key=lambda pair: pair["row"])]
 
 
 def _text_bytes(path: Path) -> int:
@@ -196,8 +200,8 @@ def bits_per_byte(folder: Path, train: Path, held_out: Path, steps: int, seed: i
     given = [f"data.train={packed(train)}", f"data.eval={packed(held_out)}", f"run.dir={run}", f"run.seed={seed}"]
     given += [f"train.steps={steps}", f"train.eval_every_steps={steps}", *SETTINGS, *more]
     unisono("train", *(f"--set={each}" for each in given))
-    values = [number(event.get("eval/bits_per_byte")) for event in read_events(events_path(run, 0)).events]
-    return [value for value in values if value is not None][-1]
+    values = [number(event.get("eval/loss")) for event in read_events(events_path(run, 0)).events]
+    return [value for value in values if value is not None][-1] / math.log(2)  # a token is a byte
 
 
 def proposed_rate(folder: Path, train: Path) -> float:

@@ -44,6 +44,21 @@ def test_columns(desk: Desk) -> None:
     assert report["numeric"][0]["places"][0]["value"] == 100.5
 
 
+def test_files_of_different_encodings(desk: Desk) -> None:
+    (desk.folder / "a.csv").write_bytes(b"x\n1\n")
+    (desk.folder / "b.csv").write_bytes(b"\xef\xbb\xbfx\n2\n3\n")
+    done = desk.here("data", "columns", "a.csv", "b.csv")
+    assert done.code == 1, done.err
+    assert done.out.splitlines()[:2] == [
+        "3 rows in 2 files, of which 1 differ in their schemas",
+        "     b.csv: encoding: text, UTF-8 with mark, in most files text, UTF-8",
+    ]
+    unified = desk.here("data", "columns", "a.csv", "b.csv", "--unify", "--out", "out")
+    assert unified.code == 0, unified.err
+    assert "     b.csv: 2 to text, UTF-8" in unified.out.splitlines()
+    assert (desk.folder / "out" / "data" / "b.csv").read_bytes() == b"x\n2\n3\n"
+
+
 def test_files_of_one_schema(desk: Desk) -> None:
     write(desk, "a.jsonl")
     done = desk.here("data", "columns", "a.jsonl", "--time", "t", "--max-gap", "20", "--json")

@@ -62,6 +62,36 @@ def test_labels_and_relabel(desk: Desk) -> None:
     assert "with marks of another data set" in again.err
 
 
+def test_rows_without_label_are_left_out(desk: Desk) -> None:
+    rows: list[dict[str, object]] = [{"text": "same", "label": "a"}, {"text": "same", "label": "b"}, {"text": "same"}]
+    (desk.folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["data", "labels", "a.jsonl", "--label", "label", "--exact", "--out", "out"]
+    failed = desk.here(*command)
+    assert (failed.code, "column 'label' of line 3" in failed.err) == (2, True)
+    done = desk.here(*command, "--on-error", "skip")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "3 documents with 2 labels",
+        "1 conflicts of 2 documents",
+        "1 documents could not be read and were left out",
+        "look through and mark: out/report.html",
+    ]
+    page = (desk.folder / "out" / "report.html").read_text()
+    about = json.loads(page.partition('id="marked-data">')[2].partition("</script>")[0])["about"]
+    marks = [{"file": "a.jsonl", "row": 1, "label": "b", "action": "change", "to": "a"}]
+    (desk.folder / "marks.json").write_text(json.dumps({**about, "marks": marks}))
+    done = desk.here("data", "relabel", "a.jsonl", "--marks", "marks.json", "--out", "new")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "1 of 3 labels changed, 0 documents dropped, 0 labels confirmed",
+        "     1 b to a",
+        "1 documents could not be read and were left out",
+        "report: new/report.html",
+    ]
+    lines = (desk.folder / "new" / "data" / "a.jsonl").read_text().splitlines()
+    assert [json.loads(line)["label"] for line in lines] == ["a", "a"]
+
+
 def test_labels_and_relabel_of_images(desk: Desk) -> None:
     photos = desk.folder / "photos"
     for seed in range(4):

@@ -14,7 +14,7 @@ from commands import Desk, events_of, make_desk
 from pictures import crop, jpeg, photograph, write_photographs
 from procs import wait_until
 
-from unisono.quality.provenance import cleaning_facts
+from unisono.data.provenance import cleaning_facts
 
 pytest.importorskip("rensa")
 
@@ -82,9 +82,9 @@ def test_leak(desk: Desk) -> None:
     done = desk.here("data", "leak", "train.jsonl", "valid.jsonl", "test.jsonl", "--out", "leaks")
     assert done.code == 1, done.err
     assert done.out.splitlines() == [
-        "ok   valid.jsonl: 1 documents, 0 with the same text as one of a set before it, 0 near one",
-        "leak test.jsonl: 3 documents, 1 with the same text as one of a set before it, 1 near one",
-        "     test.jsonl row 0 and train.jsonl row 1: same text",
+        "ok   valid.jsonl: 1 documents, 0 with the same content as one of a set before it, 0 near one",
+        "leak test.jsonl: 3 documents, 1 with the same content as one of a set before it, 1 near one",
+        "     test.jsonl row 0 and train.jsonl row 1: same content",
         "     test.jsonl row 1 and train.jsonl row 0: similarity 0.917",
         "report: leaks/report.html",
     ]
@@ -106,6 +106,29 @@ def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
     assert stopped.returncode == 75, err
     assert "the same command goes on in out" in err
     assert not (desk.folder / "out" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "clean a.jsonl",
+        "dedup a.jsonl",
+        "leak a.jsonl b.jsonl",
+        "split a.jsonl --part x=1",
+        "labels a.jsonl --label label",
+        "columns a.jsonl",
+        "balance a.jsonl --label label",
+    ],
+)
+def test_results_are_named_alike(desk: Desk, arguments: str) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        lines = [json.dumps({"text": f"{name} {number}", "label": "xy"[number % 2]}) for number in range(4)]
+        (desk.folder / name).write_text("\n".join(lines) + "\n")
+    found = desk.here("data", *arguments.split(), "--out", "results", "--json").json
+    assert (found["out"], found["report"]) == ("results", "results/report.html")
+    assert (desk.folder / found["report"]).is_file()
+    written = json.loads((desk.folder / "results" / "report.json").read_text())
+    assert not written.keys() & {"out", "report"}  # the folder may be moved
 
 
 @pytest.mark.parametrize(
@@ -227,6 +250,25 @@ def test_clean_by_language(desk: Desk) -> None:
     assert not (desk.folder / "other").exists()
 
 
+def test_clean_against_benchmarks(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"question": "How many?", "answer": TEXT}, {"question": "Which of them?", "answer": "None."}]
+    (desk.folder / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(desk.folder, "a.jsonl", f"some more {TEXT}", "another text")
+    (desk.folder / "clean.toml").write_text(
+        "filter.enabled = false\n[decontaminate]\nagainst = ['bench.jsonl']\ncolumns = ['question', 'answer']\n"
+    )
+    done = desk.here("data", "clean", "a.jsonl", "--recipe", "clean.toml", "--out", "out")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "1 of 2 documents kept",
+        "     1 dropped by decontaminate",
+        "3 of 4 items of benchmarks had too few words to be looked for",
+        "report: out/report.html",
+    ]
+    assert "3 of 4 items have fewer than 13 words (decontaminate.ngram)" in caplog.text
+    assert "3 of bench.jsonl" in caplog.text
+
+
 def test_images(desk: Desk) -> None:
     write_photographs(desk.folder / "train", range(12))
     write_photographs(desk.folder / "test", range(100, 104))
@@ -345,3 +387,66 @@ def test_options_of_rows(desk: Desk) -> None:
         "test: 0 documents, 0.00%; the clusters are too large for it"
         in desk.here("data", "split", "same.jsonl", *one).out
     )
+
+
+def test_what_cannot_be_read_is_left_out(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that failed at a bad row goes on in its folder."""
+    rows = [json.dumps({"text": f"words of row {row}", "user": row // 2}) for row in range(8)]
+    (desk.folder / "a.jsonl").write_text("\n".join([*rows, "no JSON", json.dumps({"text": "without a user"})]) + "\n")
+    write(desk.folder, "test.jsonl", "words of row 3")
+    leak = ["data", "leak", "a.jsonl", "test.jsonl", "--exact", "--out", "leaks"]
+    split = [
+        "data",
+        "split",
+        "a.jsonl",
+        "--part",
+        "x=1/2",
+        "--part",
+        "y=1/2",
+        "--group",
+        "user",
+        "--exact",
+        "--out",
+        "parts",
+    ]
+    dedup = ["data", "dedup", "a.jsonl", "--exact", "--out", "unique"]
+    for command, line in ((leak, "line 9"), (split, "line 9"), (dedup, "line 9")):
+        failed = desk.here(*command)
+        assert (failed.code, line in failed.err) == (2, True)
+    found = desk.here(*leak, "--on-error", "skip")
+    assert found.code == 1, found.err
+    assert found.out.splitlines()[-2:] == [
+        "1 documents could not be read and were left out",
+        "report: leaks/report.html",
+    ]
+    assert [part["unreadable"] for part in desk.here(*leak, "--on-error", "skip", "--json").json["splits"]] == [1, 0]
+    done = desk.here(*split, "--on-error", "skip")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "x: 4 documents, 50.00%",
+        "y: 4 documents, 50.00%",
+        "4 clusters, the largest of 2 documents",
+        "2 documents could not be read and were left out",
+        "report: parts/report.html",
+    ]
+    assert "2 documents that cannot be read are left out, the first is a.jsonl, row 8: " in caplog.text
+    dropped = [json.loads(line) for line in (desk.folder / "parts" / "dropped.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["reason"]) for line in dropped] == [(8, "unreadable"), (9, "unreadable")]
+    assert desk.here(*dedup, "--on-error", "skip", "--json").json["dropped"] == {"unreadable": 1}
+    again = desk.here(*split)
+    assert (again.code, "results of other inputs or settings" in again.err) == (2, True)
+
+
+def test_parquet_with_columns_of_any_type(desk: Desk) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pa.table({"text": [TEXT, "a@example.org", TEXT, None], "meta": [{"url": "x", "n": [1, None]}] * 3 + [None]})
+    parquet.write_table(table, desk.folder / "a.parquet")
+    recipe = ["--set", "filter.enabled=false", "--set", "dedup.near=0", "--set", 'mask.kinds=["email"]']
+    done = desk.here("data", "clean", "a.parquet", *recipe, "--on-error", "skip", "--out", "out")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[:2] == ["2 of 4 documents kept", "     1 dropped by unreadable"]
+    found = parquet.read_table(desk.folder / "out" / "data" / "a.parquet")
+    assert found.schema.equals(table.schema)
+    assert found.to_pylist() == [table.to_pylist()[0], {**table.to_pylist()[1], "text": "<EMAIL>"}]

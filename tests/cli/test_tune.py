@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Desk, events_of, losses_of
+from commands import Desk, events_of, losses_of, problem
 from procs import wait_until
+from report_pages import charts
+
+from unisono.observe.events import events_path
+from unisono.tune.space import read_space
+from unisono.tune.study import JOURNAL_FILE, Study, StudyOptions
 
 pytest.importorskip("optuna")
 
@@ -115,6 +121,183 @@ def test_two_searches_share_a_folder(desk: Desk, tmp_path: Path) -> None:
         assert len(losses_of(Path(trial["run_dir"]))) == 4
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_trial_that_is_done_stays_when_the_search_is_stopped(
+    desk: Desk, tmp_path: Path, sent: signal.Signals
+) -> None:
+    out = tmp_path / "search"
+    arguments = ["--space=optim.lr=1e-3,2e-3", "--sampler=grid", "--set=train.steps=400"]
+    arguments.append("--set=checkpoint.every_steps=20")
+    process = started(desk, out, *arguments)
+    first, second = (out / "trials" / name for name in ("0000", "0001"))
+    wait_until(lambda: any(second.glob("checkpoints/step-*/COMMIT")), "a checkpoint of the second trial", timeout_s=150)
+    before = contents(first)
+    process.send_signal(sent)
+    code = process.wait(timeout=90)
+    assert code == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 1}[sent]
+    wait_until(lambda: not trainings(second), "its training ends too")
+    if sent != signal.SIGKILL:
+        page = (out / "report.html").read_text()
+        assert "done" in page
+        assert "running" in page
+        assert tomllib.loads((out / "best.toml").read_text())["optim"] == {"lr": 1e-3}
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done", "done"]
+    assert contents(first) == before
+    assert [event["kind"] for event in events_of(second)].count("resumed") == 1
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_ctrl_c_once_leaves_a_search_that_goes_on(desk: Desk, tmp_path: Path) -> None:
+    """The training that runs saves; a second Ctrl-C is not needed."""
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=1", "--set=train.steps=4000"]
+    command = [sys.executable, "-m", "unisono", "tune", "params", *desk.settings, f"--out={out}", *arguments]
+    process = subprocess.Popen(
+        command, cwd=desk.folder, env=desk.child_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    first = out / "trials" / "0000"
+    wait_until(lambda: events_path(first, 0).exists() and len(losses_of(first)) > 4, "some steps", timeout_s=90.0)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=90)
+    assert (process.returncode, said.count("trial 0: ")) == (1, 1)
+    assert f"unisono: interrupted; the same command goes on in {out}\n" in errors
+    assert "Traceback" not in errors
+    assert trainings(first) == []
+    assert any(first.glob("checkpoints/step-*/COMMIT"))
+    assert 4 < len(losses_of(first)) < 4000
+
+
+CURVES = """
+import time
+
+import numpy as np
+import torch
+from unisono.train.config import Components, RunConfig
+
+
+class Model(torch.nn.Linear):
+    num_steps, is_bad = 0, False
+
+    def forward(self, x):
+        self.num_steps += self.training
+        if self.is_bad and self.num_steps > 20:
+            time.sleep(60)
+            raise RuntimeError("nobody has ended this trial")
+        return super().forward(x)
+
+
+def model(run):
+    made = Model(4, 1)
+    made.is_bad = run.optim.lr < 1e-3
+    return made
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=model,
+            data=lambda run: ([(np.ones(4, np.float32), np.ones(1, np.float32))] * 64,) * 2,
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("pruner", "num_before"), [("median", 5), ("halving", 2)])
+def test_a_trial_with_a_bad_curve_is_ended(desk: Desk, tmp_path: Path, pruner: str, num_before: int) -> None:
+    """It would never end by itself."""
+    config, out = tmp_path / "own.py", tmp_path / "search"
+    config.write_text(CURVES)
+    values = [*(f"0.0{number + 2}" for number in range(num_before)), "1e-6"]
+    settings = {"train.steps": 40, "train.eval_every_steps": 2, "plan.global_batch": 4, "observe.console": "off"}
+    command = ["tune", "params", str(config), *(f"--set={name}={value}" for name, value in settings.items())]
+    command += [f"--space=optim.lr={','.join(values)}", "--sampler=grid", f"--pruner={pruner}", f"--out={out}"]
+    done = desk.here(*command)
+    assert done.code == 0, done.err
+    found = desk.here(*command, "--json").json
+    *good, bad = found["trials"]
+    assert [(trial["outcome"], trial["last_step"]) for trial in good] == [("done", 40)] * num_before
+    assert (bad["outcome"], bad["reason"]) == ("pruned", "others were better at the same step")
+    steps = [event["step"] for event in events_of(Path(bad["run_dir"])) if "eval/loss" in event]
+    assert bad["last_step"] in steps
+    assert max(steps) < 40
+    assert trainings(Path(bad["run_dir"])) == []
+    assert found["best"]["number"] < num_before
+    assert f"trial {num_before}: pruned, eval/loss {bad['value']:.6g}; others were better" in done.out
+    assert f"pruned at step {bad['last_step']}" in (out / "report.html").read_text()
+
+
+def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> None:
+    """One decides the value, the other changes nothing."""
+    out, space = tmp_path / "search", ["run.seed=1..1000", "optim.lr=log:1e-4..1e-2"]
+    arguments = [*(f"--space={text}" for text in space), "--sampler=random", "--trials=1"]
+    assert search(desk, out, *arguments)["importances"] == {}
+    assert "Which settings count" not in (out / "report.html").read_text()
+    lines = map(json.loads, (out / JOURNAL_FILE).read_text().splitlines())
+    (identity,) = (line["user_attr"]["identity"] for line in lines if "identity" in line.get("user_attr", ()))
+    study = Study(out.absolute(), read_space(space), StudyOptions(sampler="random"), identity)
+    for _ in range(80):  # each would be a training
+        trial = study.begin(None)
+        assert trial is not None
+        study.finish(trial, "done", abs(math.log(float(trial.settings["optim.lr"]) / 1e-3)))
+    found = search(desk, out, *arguments)
+    assert len(found["trials"]) == 81
+    assert list(found["importances"]) == ["optim.lr", "run.seed"]
+    assert found["importances"]["optim.lr"] > 0.8
+    page = (out / "report.html").read_text()
+    assert "Which settings count" in page
+    (bars,) = charts(page)["weights"]["data"]
+    assert bars["y"] == ["run.seed", "optim.lr"]  # the first is drawn lowest
+    assert bars["x"] == [round(100 * found["importances"][name], 1) for name in bars["y"]]
+
+
+@pytest.mark.parametrize("verb", ["params", "lr", "batch", "system", "folds", "coordinates"])
+def test_a_search_in_a_job_is_refused(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    out, space = tmp_path / "search", [LR] if verb == "params" else []
+    done = desk.here("tune", verb, *desk.settings, *space, f"--out={out}")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("unisono: rank 1: this process is rank 1 of 2 of a job that torchrun started\n")
+    assert f"2 jobs would write into {out}, so nothing was started" in done.err
+    assert not out.exists()
+
+
+@pytest.mark.full
+def test_a_search_that_is_launched_is_refused(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    tune = ["-m", "unisono", "tune", "params", *desk.settings, LR, f"--out={out}"]
+    done = desk.process("launch", "-n", "2", "--dir", str(tmp_path / "job"), "--", sys.executable, *tune)
+    assert done.code == 2
+    assert "of 2 of a job that unisono started" in done.out + done.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["params", "folds"])
+def test_a_search_without_its_package(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as of a name that is known to be absent
+    table, out = tmp_path / "table.csv", tmp_path / "search"
+    table.write_text("a,price\n" + "".join(f"{number},{2 * number}\n" for number in range(30)))
+    settings = {"task.kind": "table", "task.predicts": "number", "task.target": "price", "data.train": table}
+    given = [f"--set={name}={value}" for name, value in settings.items()]
+    done = desk.here("tune", verb, *given, *([LR] if verb == "params" else []), f"--out={out}")
+    assert done.code == 2
+    assert done.err == problem(
+        "a search of settings needs the package 'optuna', which is not installed",
+        "it comes with the extra 'tune'",
+        "nothing was started",
+        "pip install 'unisono[tune]'",
+    )
+    assert not out.exists()
+
+
 OWN = """
 import numpy as np
 import torch
@@ -204,10 +387,15 @@ def test_trials_that_all_fail_end_the_search(desk: Desk, tmp_path: Path) -> None
 
 
 def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
-    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1", code=1)
-    (trial,) = found["trials"]
-    assert trial["outcome"] == "failed"
-    assert "its events have no eval/f1; they have" in trial["reason"]
+    """The first training ends the search."""
+    out = tmp_path / "search"
+    (problem,) = search(desk, out, LR, "--trials=5", "--metric=eval/los", code=2)["problems"]
+    assert problem["given"].startswith("--metric eval/los, and trial 0, which trained without it: its events have no")
+    assert "they have eval/accuracy, " in problem["given"]
+    assert ", eval/loss, " in problem["given"]
+    assert problem["nearest"] == "another folder and --metric NAME: did you mean 'eval/loss'?"
+    assert [path.name for path in sorted((out / "trials").iterdir())] == ["0000", "0000.output.txt"]
+    assert "failed" in (out / "report.html").read_text()
 
 
 def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
@@ -289,6 +477,7 @@ def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
     assert done.code == 0, done.err
     found = done.json
+    assert (found["out"], found["report"]) == (str(out), str(out / "report.html"))
     values = list(found["values"].values())
     assert len(set(values)) == 3
     assert found["mean"] == pytest.approx(sum(values) / 3)

@@ -21,6 +21,7 @@ def test_changes_are_of_one_size_with_mup_only(desk: Desk, tmp_path: Path, base:
     done = checked(desk, out, f"--set=model.mup_base_dim={base}", "--widths=32,64,128", "--seeds=1", "--json")
     assert done.code == code, done.out + done.err
     found = done.json
+    assert (found["out"], found["report"]) == (str(out), str(out / "report.html"))
     assert found["is_flat"] == (code == 0)
     assert found["widths"] == [32, 64, 128]
     assert sorted(found["slopes"]) == ["blocks.0", "blocks.0.attention", "blocks.0.ffn", "logits"]

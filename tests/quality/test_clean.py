@@ -13,8 +13,8 @@ import pytest
 from unisono.config import load_config
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError
-from unisono.quality import sketch_folder
 from unisono.quality.clean import clean
+from unisono.quality.duplicates import sketch_folder
 from unisono.quality.options import (
     CleanRecipe,
     DecontaminateOptions,
@@ -203,6 +203,7 @@ def test_a_recipe_file(tmp_path: Path) -> None:
         ["filter.min_language_prob=0.9"],
         ["normalize.enabled=false", "normalize.repairs_encoding=true"],
         ["decontaminate.ngram=20"],
+        ['decontaminate.columns=["question"]'],
         ["images.enabled=false", "images.min_side_px=500"],
         ["dedup.enabled=false", "dedup.near=0.95"],
         ["dedup.near=0", "dedup.ngram=3"],
@@ -264,3 +265,34 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
     result = clean([tmp_path / "texts"], tmp_path / "out", recipe, skips_unreadable=True)
     assert (result.kept, result.dropped) == (2, {"unreadable": 1})
     assert sorted(path.name for path in (tmp_path / "out/data").iterdir()) == ["a.txt", "c.py"]
+
+
+@pytest.mark.parametrize("coding", ["latin-1", "cp1252", "utf-8", "euc-jp"])
+def test_changed_python_source_stays_in_the_encoding_that_it_declares(tmp_path: Path, coding: str) -> None:
+    text = f"# -*- coding: {coding} -*-\nname = '{'日本' if coding == 'euc-jp' else 'Größe'}'"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.py").write_bytes(f"{text} \n".encode(coding))
+    recipe = CleanRecipe(filter=FilterOptions(enabled=False))
+    assert clean([tmp_path / "texts"], tmp_path / "out", recipe).changed == 1
+    assert (tmp_path / "out/data/a.py").read_bytes() == text.encode(coding)
+    compile((tmp_path / "out/data/a.py").read_bytes(), "a.py", "exec")
+    again = clean([tmp_path / "out" / "data"], tmp_path / "again", recipe)
+    assert (again.kept, again.changed) == (1, 0)
+
+
+def test_python_source_whose_encoding_lacks_a_character(tmp_path: Path) -> None:
+    pytest.importorskip("ftfy")
+    (tmp_path / "texts").mkdir()
+    source = tmp_path / "texts" / "a.py"
+    source.write_bytes("# coding: latin-1\n# it\u2019s here".encode())
+    recipe = CleanRecipe(
+        normalize=NormalizeOptions(repairs_encoding=True),
+        filter=FilterOptions(enabled=False),
+    )
+    with pytest.raises(DataError) as error:
+        clean([tmp_path / "texts"], tmp_path / "out", recipe)
+    (problem,) = error.value.problems
+    assert problem.given.startswith(f"{source}, whose new text cannot be written in the encoding that it declares: ")
+    assert problem.given.endswith("has no '\u2019' (U+2019)")
+    assert problem.consequence == "nothing was written"
+    assert not (tmp_path / "out" / "data").exists()

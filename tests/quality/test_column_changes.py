@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import io
 import json
 import tracemalloc
@@ -18,12 +19,13 @@ from unisono.data.convert.table_files import open_file, write_table
 from unisono.data.image.decoding import decode, probe
 from unisono.data.recordio import ImageHeader, pack_header, unpack_header
 from unisono.errors import ConfigError, DataError
-from unisono.quality import column_changes, column_scan
-from unisono.quality.column_targets import targets_of
-from unisono.quality.columns import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns import changes as column_changes
+from unisono.quality.columns import scan as column_scan
+from unisono.quality.columns.check import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns.numeric_columns import REASONS
+from unisono.quality.columns.schema import schema_of
+from unisono.quality.columns.targets import targets_of
 from unisono.quality.documents import find_documents
-from unisono.quality.numeric_columns import REASONS
-from unisono.quality.schema import schema_of
 
 MASK = ColumnOptions(columns=("x",), mask=REASONS)
 UNIFY = ColumnOptions(unify=True)
@@ -554,3 +556,43 @@ def test_parquet_is_written_in_row_groups(tmp_path: Path) -> None:
     new = pq.ParquetFile(tmp_path / "out/data/a.parquet")
     assert new.read()["x"].to_pylist() == [*range(20_000)]
     assert [new.metadata.row_group(group).num_rows for group in range(5)] == [4096] * 4 + [20_000 - 4 * 4096]
+
+
+# --- encodings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_marks_become_those_of_most(tmp_path: Path, suffix: str) -> None:
+    content = {".csv": "x,s\n1,Größe\n2,b\n", ".jsonl": '{"x": 1, "s": "Größe"}\n{"x": 2, "s": "b"}\n'}[suffix].encode()
+    paths = [tmp_path / f"{name}{suffix}" for name in "abc"]
+    for marked in (1, 2):
+        for number, path in enumerate(paths):
+            path.write_bytes((codecs.BOM_UTF8 if number < marked else b"") + content)
+        out = tmp_path / f"out{marked}"
+        result = check_columns(paths, out=out, options=UNIFY)
+        assert [difference.kind for difference in result.differences] == ["encoding"]
+        expected = content if marked == 1 else codecs.BOM_UTF8 + content
+        assert [(out / "data" / path.name).read_bytes() for path in paths] == [expected] * 3
+        assert result.changes is not None
+        assert [(cast.column, cast.count) for cast in result.changes.casts] == [("", 2)]
+        assert copied(out, paths).differences == ()
+        masked = check_columns(paths, out=tmp_path / f"masked{marked}", options=ColumnOptions(mask=REASONS))
+        assert masked.changes is not None
+        assert (tmp_path / f"masked{marked}" / "data" / paths[0].name).read_bytes() == paths[0].read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_texts_in_bytes_become_those_of_most(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    texts = ["Größe".encode()] * 4 + ["Größe".encode("utf-8-sig"), "Größe".encode("utf-16")]
+    path = tmp_path / f"a{suffix}"
+    write_table(path, Table(rows=[{"t": text} for text in texts]))
+    result = check_columns([path], out=tmp_path / "out", options=UNIFY)
+    assert [row["t"] for row in open_file(tmp_path / "out/data" / path.name, suffix).rows] == ["Größe".encode()] * 6
+    assert result.changes is not None
+    assert [(cast.change, cast.count) for cast in result.changes.casts] == [("to text, UTF-8", 2)]
+    write_table(path, Table(rows=[{"t": text} for text in [*texts, "Größe".encode("latin-1")]]))
+    assert refusal([path], tmp_path / "refused", UNIFY).endswith(
+        ": it is text, not UTF-8, and only UTF-8 and UTF-16 with a mark are known"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 from io import BytesIO
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 from PIL import Image
 
 from unisono.errors import DataError
-from unisono.quality.column_scan import MAX_GROUPS, require_few_groups
-from unisono.quality.columns import ColumnOptions, ColumnsResult, check_columns
-from unisono.quality.exact_quantiles import CHUNK, order_statistics, quantiles
+from unisono.quality.columns.check import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns.exact_quantiles import CHUNK, order_statistics, quantiles
+from unisono.quality.columns.scan import MAX_GROUPS, require_few_groups
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -144,6 +145,35 @@ def test_modes_of_images(tmp_path: Path) -> None:
     ]
 
 
+def test_encodings_of_files(tmp_path: Path) -> None:
+    marked = csv(tmp_path / "marked.csv", x=[1], s=["Größe"])
+    marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+    files = [csv(tmp_path / "a.csv", x=[1], s=["Größe"]), marked, csv(tmp_path / "b.csv", x=[2], s=["a"])]
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    result = check_columns([*files, tmp_path / "empty.jsonl"])
+    assert kinds(result) == [("marked.csv", "", "encoding", "text, UTF-8 with mark", "text, UTF-8")]
+    assert (result.differences[0].count, result.differences[0].row) == (1, None)
+    assert check_columns([marked]).differences == ()
+
+
+def test_encodings_of_texts_in_bytes(tmp_path: Path) -> None:
+    values = ["a", "Größe", "ß"]
+    rows = [{"t": {"base64": base64.b64encode(value.encode()).decode()}} for value in values]
+    odd = ["Größe".encode("utf-8-sig"), "Größe".encode("utf-16"), "Größe".encode("latin-1"), b"\x00\x01", b"", b"ok"]
+    others = [{"t": {"base64": base64.b64encode(value).decode()}} for value in odd]
+    result = check_columns([jsonl(tmp_path / "a.jsonl", rows * 3), jsonl(tmp_path / "b.jsonl", others)])
+    expected = "text, UTF-8"
+    assert kinds(result) == [
+        ("b.jsonl", "t", "encoding", "text, UTF-8 with mark", expected),
+        ("b.jsonl", "t", "encoding", "text, UTF-16", expected),
+        ("b.jsonl", "t", "encoding", "text, not UTF-8", expected),
+        ("b.jsonl", "t", "encoding", "binary", expected),
+    ]
+    assert [each.row for each in result.differences] == [0, 1, 2, 3]
+    blobs = [{"t": {"base64": base64.b64encode(bytes([0, number])).decode()}} for number in range(4)]
+    assert check_columns([jsonl(tmp_path / "c.jsonl", [*blobs, *rows])]).differences == ()
+
+
 def test_parquet_with_nulls_and_widths(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name, kind in (("a", "int64"), ("b", "int32")):
@@ -269,11 +299,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_job_reads_no_finished_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.quality import column_scan
+    from unisono.quality.columns import scan
 
     paths = [jsonl(tmp_path / f"{number}.jsonl", [{"x": number}]) for number in range(2)]
     read: list[str] = []
-    original = column_scan.read_cells
+    original = scan.read_cells
 
     def counted(path: Path, kind: str, wanted: Any) -> Any:
         read.append(path.name)
@@ -281,7 +311,7 @@ def test_a_killed_job_reads_no_finished_file_again(tmp_path: Path, monkeypatch: 
             raise KeyboardInterrupt
         return original(path, kind, wanted)
 
-    monkeypatch.setattr(column_scan, "read_cells", counted)
+    monkeypatch.setattr(scan, "read_cells", counted)
     with pytest.raises(KeyboardInterrupt):
         check_columns(paths, out=tmp_path / "out")
     assert check_columns(paths, out=tmp_path / "out").rows == {"0.jsonl": 1, "1.jsonl": 1}

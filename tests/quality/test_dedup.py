@@ -18,8 +18,8 @@ from procs import wait_until
 
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError, ExtraError
-from unisono.quality import sketch_folder, sketches
 from unisono.quality.clean import CleanResult, clean
+from unisono.quality.duplicates import sketch_folder, sketches
 from unisono.quality.options import CleanRecipe, DuplicateOptions, only_dedup
 
 pytest.importorskip("rensa")
@@ -276,7 +276,7 @@ def test_inputs_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="files that are given twice"):
         dedup([tmp_path / "sub", tmp_path / "sub" / "two.csv"], tmp_path / "twice", column="body")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="byte 0 is not utf-8"):
+    with pytest.raises(DataError, match=r"bad\.txt: it is UTF-16, not UTF-8"):
         dedup([tmp_path / "bad.txt"], tmp_path / "fourth")
 
 

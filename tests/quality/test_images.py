@@ -186,7 +186,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dedup\.image_near = 0\.9, for text"):
         clean([tmp_path / "a.jsonl"], tmp_path / "out", only_dedup(DuplicateOptions(image_near=0.9)))
     (tmp_path / "images" / "broken.jpg").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"broken\.jpg: .*1 images in all"):
+    with pytest.raises(DataError, match=r"broken\.jpg: .*1 such documents in all"):
         clean([tmp_path / "images"], tmp_path / "out", only_dedup(DuplicateOptions()))
     result = clean([tmp_path / "images"], tmp_path / "new", only_dedup(DuplicateOptions()), skips_unreadable=True)
     assert result.dropped == {"unreadable": 1}

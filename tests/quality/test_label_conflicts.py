@@ -11,7 +11,7 @@ import planted
 import pytest
 
 from unisono.errors import DataError
-from unisono.quality.label_errors import find_label_errors
+from unisono.quality.labels.label_errors import find_label_errors
 from unisono.quality.options import DuplicateOptions
 
 pytest.importorskip("rensa")

@@ -24,10 +24,10 @@ from unisono.data.dataset import read_samples
 from unisono.data.sample_losses import VERSION, LossesOf, SampleLosses, describe_files
 from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
-from unisono.quality import label_page
-from unisono.quality.label_errors import find_label_errors
+from unisono.quality.labels import page as label_page
+from unisono.quality.labels.label_errors import find_label_errors
+from unisono.quality.labels.relabel import relabel
 from unisono.quality.options import DuplicateOptions
-from unisono.quality.relabel import relabel
 
 EXACT = DuplicateOptions(near=0.0, image_near=0.0)
 
@@ -114,6 +114,16 @@ def test_planted_conflicts_are_all_found_and_no_others(tmp_path: Path, workers: 
     exact = find_label_errors([tmp_path / "photos"], tmp_path / "exact", options=EXACT)
     assert by_first(groups(tmp_path / "exact")) == [{"cat/0007.jpg", "dog/exact.jpg"}, {"cat/0009.jpg", "dog/both.jpg"}]
     assert exact.conflicts == 2
+
+
+def test_folders_of_classes_have_one_name_in_several_folders(tmp_path: Path) -> None:
+    for root, seeds in (("train", (1, 2)), ("valid", (1, 3))):
+        for name, seed in zip(("cat", "dog"), seeds, strict=True):
+            write_photographs(tmp_path / root / name, range(seed, seed + 1))
+    result = find_label_errors([tmp_path / "train", tmp_path / "valid"], tmp_path / "out")
+    assert (result.labels, result.conflicts) == ({"cat": 2, "dog": 2}, 0)
+    classes = [tmp_path / "train" / "cat", tmp_path / "train" / "dog"]
+    assert find_label_errors(classes, tmp_path / "classes").labels == {"cat": 1, "dog": 1}
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".tar", ".mindrecord"])
@@ -352,7 +362,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="field 'folder' with 1 different values in 2 rows"):
         find_label_errors([squares(tmp_path / "one", ["a.png", "b.png"])], tmp_path / "alone")
     (folder / "cat" / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"broken\.png: .*1 images in all"):
+    with pytest.raises(DataError, match=r"broken\.png: .*1 such documents in all"):
         find_label_errors([folder], tmp_path / "broken")
     (tmp_path / "a.jsonl").write_text('{"text": "one", "label": "a"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl without --label"):

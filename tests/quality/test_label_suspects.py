@@ -13,8 +13,8 @@ import pytest
 
 from unisono.data.sample_losses import LossesOf, SampleLosses, describe_files, merge_losses, read_losses
 from unisono.errors import DataError
-from unisono.quality.confident_learning import confident_suspects, loss_suspects
-from unisono.quality.label_errors import LabelsResult, find_label_errors
+from unisono.quality.labels.confident_learning import confident_suspects, loss_suspects
+from unisono.quality.labels.label_errors import LabelsResult, find_label_errors
 from unisono.quality.options import DuplicateOptions
 
 EXACT = DuplicateOptions(near=0.0)

@@ -12,8 +12,9 @@ import pytest
 from unisono.data.convert.table_files import Table, write_table
 from unisono.errors import ConfigError, ExtraError
 from unisono.quality import clean as clean_module
-from unisono.quality import languages, sketch_folder
 from unisono.quality.clean import clean
+from unisono.quality.cleaning import languages
+from unisono.quality.duplicates import sketch_folder
 from unisono.quality.options import CleanRecipe, DuplicateOptions, FilterOptions, NormalizeOptions
 
 TEXTS = {

@@ -10,7 +10,7 @@ import planted
 import pytest
 
 from unisono.data.convert.table_files import Table, write_table
-from unisono.errors import DataError
+from unisono.errors import ConfigError, DataError
 from unisono.quality.leak import find_leaks
 from unisono.quality.options import DuplicateOptions
 
@@ -52,6 +52,16 @@ def sets(tmp_path: Path) -> list[Path]:
         write(tmp_path / "valid.jsonl", [c, c, planted.edited(b, 1, rng)]),
         write(tmp_path / "test.jsonl", [d, a, c, d, e, e, planted.edited(c, 1, rng)]),
     ]
+
+
+def test_other_sets_of_the_same_files_are_another_question(tmp_path: Path) -> None:
+    a, b, c = planted.documents(3, np.random.default_rng(3))
+    first, second = write(tmp_path / "train/a.jsonl", [a, b]), write(tmp_path / "train/b.jsonl", [c, a])
+    test = write(tmp_path / "test.jsonl", [c])
+    assert len(find_leaks(tmp_path / "train", [test], out=tmp_path / "out").pairs) == 1
+    with pytest.raises(ConfigError, match="results of other inputs"):
+        find_leaks(first, [second, test], out=tmp_path / "out")
+    assert len(find_leaks(first, [second, test], out=tmp_path / "new").pairs) == 2
 
 
 def test_leaks_between_evaluation_sets(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import planted
 import pytest
 
 from unisono.quality.documents import find_documents
-from unisono.quality.near_duplicates import MAX_BUCKET, exact_duplicates, jaccard, near_duplicates
+from unisono.quality.duplicates.near_duplicates import MAX_BUCKET, exact_duplicates, jaccard, near_duplicates
+from unisono.quality.duplicates.shingles import shingle_hashes
+from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
+from unisono.quality.duplicates.sketches import MAX_SHINGLES, bands_and_rows
 from unisono.quality.options import DuplicateOptions, only_dedup
-from unisono.quality.shingles import shingle_hashes
-from unisono.quality.sketch_folder import Sketches, sketch_all
-from unisono.quality.sketches import MAX_SHINGLES, bands_and_rows
 
 rensa = pytest.importorskip("rensa")
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unisono.errors import ExtraError
-from unisono.quality.normalization import normalize_text
+from unisono.quality.cleaning.normalization import normalize_text
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_wrongly_decoded_text_is_mended() -> None:
 
 
 def test_mending_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.quality import normalization
+    from unisono.quality.cleaning import normalization
 
     normalization._fix_encoding.cache_clear()
     monkeypatch.setitem(sys.modules, "ftfy", None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.options import MASKED
-from unisono.quality.personal_data import mask_personal_data
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,31 @@ from unisono.quality.personal_data import mask_personal_data
         ("card", "4111 1111 1111 1112 and 0000000000000000 and 3.1415926535897932", None),
         ("iban", "DE89 3704 0044 0532 0130 00, GB82WEST12345698765432", "<IBAN>, <IBAN>"),
         ("iban", "DE89 3704 0044 0532 0130 01", None),
+        ("card", "4111 1111 1111 1111 12/26", "<CARD> 12/26"),
+        ("card", "4111-1111-1111-1111 12-26", "<CARD> 12-26"),
+        ("card", "4111 1111 1111 1111 126", "<CARD> 126"),
+        ("card", "2 4111 1111 1111 1111", "2 <CARD>"),
+        ("card", "1 4111 1111 1111 1111 2 5500 0000 0000 0004", "1 <CARD> 2 <CARD>"),
+        ("card", "4111111111111111\n5500 0000 0000 0004", "<CARD>\n<CARD>"),
+        ("card", "paid (4111 1111 1111 1111), (5500000000000004)", "paid (<CARD>), (<CARD>)"),
+        ("card", "4111 1111 1111 1111 5500 0000 0000 0004", "<CARD> <CARD>"),
+        ("card", "4111111111111111,5500000000000004;378282246310005", "<CARD>,<CARD>;<CARD>"),
+        ("card", "no.4111111111111111-12/26, visa-4111-1111-1111-1111.", "no.<CARD>-12/26, visa-<CARD>."),
+        ("card", "12 3782 822463 10005 7 3056 930902 5904 7", "12 <CARD> 7 <CARD> 7"),
+        ("card", "7 4222 222 222 222 and 7 6759649826438453 and 7 501800000009", "7 <CARD> and 7 <CARD> and 7 <CARD>"),
+        ("card", "7 2223003122003222 7 3530111333300000 7 6011 1111 1111 1117", "7 <CARD> 7 <CARD> 7 <CARD>"),
+        # with check digits, but no network's number, length or groups
+        ("card", "7 9111 1111 1111 1110 and 7 411 1111 1111 1111 1 and 4111111111111111.5", None),
+        ("card", "1 2 3 4 5 6 7 8 9 4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 and 411111111111111100000", None),
+        ("iban", "AT61 1904 3002 3457 3201 BIC: OPSKATWW", "<IBAN> BIC: OPSKATWW"),
+        ("iban", "BE68 5390 0754 7034 BIC X, BE68539007547034 EUR 20", "<IBAN> BIC X, <IBAN> EUR 20"),
+        ("iban", "ES91 2100 0418 4502 0005 1332 FOR A", "<IBAN> FOR A"),
+        ("iban", "PL61 1090 1014 0000 0712 1981 2874 USD", "<IBAN> USD"),
+        ("iban", "IBAN:NO93 8601 1117 947\n(NL91ABNA0417164300)", "IBAN:<IBAN>\n(<IBAN>)"),
+        ("iban", "DE89-3704-0044-0532-0130-00 12", "<IBAN> 12"),
+        ("iban", "AT61 1904 3002 3457 3201 DE89 3704 0044 0532 0130 00", "<IBAN> <IBAN>"),
+        ("iban", "AB12 GB29 NWBK 6016 1331 9268 19 FR14 2004 1010 0505 0001 3M02 606", "AB12 <IBAN> <IBAN>"),
+        ("iban", "AT61 1904 3002 3457 3201BIC and XAT611904300234573201 and ZZ61 1904 3002 3457 3201", None),
         ("phone", "call +49 30 901820 or (555) 123-4567 or 555-123-4567", "call <PHONE> or <PHONE> or <PHONE>"),
         ("phone", "in 1999-2004, 10.5 + 3 of 12345678, version 1.2.3", None),
         ("secret", "AKIAIOSFODNN7EXAMPLE", "<SECRET>"),
@@ -73,6 +98,10 @@ def test_all_kinds_at_once() -> None:
             "1.",
             "eyJ",
             "-eyJ-",
+            "4111 ",
+            "4111 1111 1111 ",
+            "AT61 1904 ",
+            "AT61",
             "eyJ.",
             "sk-",
             "xoxb-",

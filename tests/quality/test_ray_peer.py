@@ -47,9 +47,9 @@ import json
 import numpy as np
 from safetensors.numpy import load
 from unisono.errors import UnisonoError
-from unisono.quality.chunks import encode_request, make_chunk
+from unisono.quality.duplicates.chunks import encode_request, make_chunk
 from unisono.quality.options import CleanRecipe
-from unisono.quality.ray_map import ray_map
+from unisono.quality.duplicates.ray_map import ray_map
 most, drawn, answered = 0, 0, 0
 hashes = np.zeros(0, np.uint64)
 def requests():
@@ -311,7 +311,7 @@ def test_requests_in_flight_are_bounded_and_answers_in_order(short: Path) -> Non
 
 
 def test_every_command(short: Path, tmp_path: Path) -> None:
-    """Also those that read benchmarks, labels and marks."""
+    """Also those that read benchmarks and labels."""
     rng = np.random.default_rng(1)
     texts = planted.documents(40, rng, words=(60, 90))
     texts += [planted.edited(text, 1, rng) for text in texts[:10]]
@@ -339,11 +339,11 @@ def test_every_command(short: Path, tmp_path: Path) -> None:
 def test_machines_with_another_unisono_or_none(short: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n')
     shutil.copytree(SRC, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "src" / "unisono" / "quality" / "shingles.py").open("a") as file:
+    with (tmp_path / "src" / "unisono" / "quality" / "duplicates" / "shingles.py").open("a") as file:
         file.write("# another version\n")
     for source, message in (
         (tmp_path / "src", ", a machine of the Ray cluster, with unisono of source "),
-        (None, "a machine of the Ray cluster that cannot import unisono.quality.ray_map"),
+        (None, "a machine of the Ray cluster that cannot import unisono.quality.duplicates.ray_map"),
     ):
         with two_nodes(short, source) as (_, address):
             done = run(short, "dedup", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--ray", address)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from label_marks import mark, marked_data, save_marks
 from report_pages import CHROMIUM, evaluated, in_browser
 from tools import missing
 
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError
-from unisono.quality import relabel as relabel_module
-from unisono.quality.label_errors import find_label_errors
+from unisono.quality.labels import relabel as relabel_module
+from unisono.quality.labels.label_errors import find_label_errors
+from unisono.quality.labels.relabel import relabel
 from unisono.quality.options import DuplicateOptions
-from unisono.quality.relabel import relabel
 
 EVIL = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
 EXACT = DuplicateOptions(near=0.0)
@@ -32,25 +32,8 @@ ROWS = [
 ]
 
 
-def marked_data(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="marked-data">(.*?)</script>', page, flags=re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     write_table(path, Table(rows=rows))
-    return path
-
-
-def mark(file: str, row: int, label: Any, action: str, **to: str) -> dict[str, Any]:
-    return {"file": file, "row": row, "label": str(label), "action": action, **to}
-
-
-def save_marks(path: Path, out: Path, *marks: dict[str, Any], **changes: Any) -> Path:
-    """As the page saves them."""
-    about = marked_data((out / "report.html").read_text())["about"]
-    path.write_text(json.dumps({**about, "marks": marks, **changes}))
     return path
 
 
@@ -204,11 +187,20 @@ _CLICK = """
   HTMLAnchorElement.prototype.click = function() { saved.name = this.download; };
   const card = place => [...document.querySelectorAll(".card")].find(each => each.textContent.includes(place));
   const press = (place, action) => card(place).querySelector(`[data-action=${action}]`).click();
+  const choose = (place, value) => {
+    const input = card(place).querySelector("input");
+    input.value = value;
+    input.dispatchEvent(new Event("change"));
+    return [input.value, input.classList.contains("chosen"), input.validity.valid];
+  };
+  const names = [...document.querySelectorAll("#label-names option")].map(each => each.value);
+  const third = names.find(name => name !== "a" && name !== "b");
+  const typed = [choose("row 3", third), choose("row 3", ""), choose("row 0", "no such label"), choose("row 0", third)];
   press("row 1", "change"); press("row 0", "keep"); press("row 3", "drop"); press("row 3", "skip"); press("row 4", "change");
   const pressed = document.querySelectorAll("[aria-pressed=true]").length;
   const before = document.getElementById("count").textContent;
   document.getElementById("save").click();
-  return {pressed, before, after: document.getElementById("count").textContent, title: document.title, ...saved};
+  return {pressed, before, after: document.getElementById("count").textContent, title: document.title, names, typed, ...saved};
 })()
 """
 
@@ -227,14 +219,21 @@ def test_buttons_in_a_browser_make_marks_that_are_applied(tmp_path: Path) -> Non
     assert 'data-drawn="1"' in dom
     found = evaluated(page, tmp_path, _CLICK, width=1000)
     assert found["title"] == "Labels of out"
+    assert sorted(found["names"]) == sorted(["a", "b", EVIL])
+    assert found["typed"] == [
+        [EVIL, True, True],
+        ["", False, True],
+        ["no such label", False, False],
+        [EVIL, True, True],
+    ]
     assert (found["pressed"], found["before"], found["after"]) == (3, "3 marked, not saved", "3 marked")
     assert (found["name"], found["type"]) == ("marks.json", "application/json")
     assert found["size"] == len(found["text"].encode()) + 1  # and a line end
     marks = tmp_path / "marks.json"
     marks.write_text(found["text"])
     assert json.loads(found["text"])["marks"] == [
+        mark("all.jsonl", 0, "a", "keep"),  # its first mark was the first of all
         mark("all.jsonl", 1, "b", "change", to="a"),
-        mark("all.jsonl", 0, "a", "keep"),
         mark("all.jsonl", 4, EVIL, "change", to="b"),
     ]
     result = relabel([data], tmp_path / "new", marks)

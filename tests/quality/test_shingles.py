@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import words_of
 
-from unisono.quality import shingles
-from unisono.quality.shingles import shingle_hashes
+from unisono.quality.duplicates import shingles
+from unisono.quality.duplicates.shingles import shingle_hashes, words_at
 
 TEXTS = st.lists(st.text(st.sampled_from("aZ9_ .\n-é\xa0¿ßЖع中日\u2014\u3002\u0e01😀\ud800"), max_size=40), max_size=8)
 
@@ -65,10 +65,33 @@ def test_hashes_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     np.testing.assert_array_equal(offsets, same)
 
 
-def test_a_document_larger_than_a_block_loses_few_shingles() -> None:
-    text = " ".join(f"word{number}" for number in range(300_000))  # 3 MB: three blocks or four
-    hashes, _ = shingle_hashes([text], 5)
-    assert 300_000 - 4 - 40 < len(hashes) <= 300_000
+LARGE = [
+    " ".join(f"word{number}" for number in range(300)),
+    "short",
+    "中日😀\u3002é a-b " * 60,
+    "a" * 777 + " b " + "é" * 400,
+    "\u2014" * 500 + "one" + " " * 700 + "two",
+    " " * 900,
+]
+
+
+@pytest.mark.parametrize("block", [99, 100, 101, 102, 103, 256])
+@pytest.mark.parametrize("ngram", [1, 3, 13])
+def test_a_document_larger_than_a_block_has_all_shingles(
+    block: int, ngram: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shingles, "_BLOCK_BYTES", block)
+    check(LARGE, ngram)
+
+
+def test_words_of_a_shingle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shingles, "_BLOCK_BYTES", 100)
+    for text in LARGE:
+        words = [word.decode(errors="replace") for word in words_of(text)]
+        assert words_at(text, 0, len(words)) == words
+        assert [words_at(text, begin, 5) for begin in range(0, len(words), 9)] == [
+            words[begin : begin + 5] for begin in range(0, len(words), 9)
+        ]
 
 
 def test_no_documents() -> None:

@@ -14,6 +14,7 @@ import pytest
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import DataError
 from unisono.quality.leak import find_leaks
+from unisono.quality.options import DuplicateOptions
 from unisono.quality.split import SplitResult, assign_parts, split
 
 pytest.importorskip("rensa")
@@ -55,6 +56,15 @@ def test_no_part_leaks_into_another(tmp_path: Path) -> None:
         assert part.documents == len(parts[part.name]) == pytest.approx(part.share * len(rows), abs=1)
     train, *others = (tmp_path / "out" / name / "data" for name in PARTS)
     assert find_leaks(train, others).pairs == ()
+    part_of = {row["text"]: name for name, rows_of_part in parts.items() for row in rows_of_part}
+    texts = list(part_of)
+    near = planted.pairs_above(texts, 0.8)  # by comparing them all
+    assert len(near) > 200
+    assert all(part_of[texts[first]] == part_of[texts[second]] for first, second in near)
+    assert "Near-duplicates that were found are in one part." in (tmp_path / "out" / "report.html").read_text()
+    exact = split([tmp_path / "all.jsonl"], tmp_path / "exact", PARTS, options=DuplicateOptions(near=0))
+    assert exact.clusters > result.clusters
+    assert "Near-duplicates were not looked for." in (tmp_path / "exact" / "report.html").read_text()
 
 
 def test_groups_are_in_one_part_each(tmp_path: Path) -> None:
@@ -128,8 +138,8 @@ def test_fields_that_are_refused(tmp_path: Path) -> None:
 
 def test_too_many_classes_and_values_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_set(tmp_path / "all.jsonl", 8)
-    monkeypatch.setattr("unisono.quality.split.MAX_CLASSES", 1)
-    with pytest.raises(DataError, match="of which each part gets its share"):
+    monkeypatch.setattr("unisono.quality.labels.values.MAX_LABELS", 1)
+    with pytest.raises(DataError, match="the field of a user or a source is a group"):
         split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="label")
     write_table(tmp_path / "lists.jsonl", Table(rows=[{"text": "a", "label": ["x", "y"]}]))
     with pytest.raises(DataError, match="a class or a group is a string or a number"):

@@ -8,15 +8,32 @@ import numpy as np
 import planted
 import pytest
 
-from unisono.quality.languages import LANGUAGE_LIMITS
+from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
+from unisono.quality.cleaning.text_quality import LIMITS, check_text
 from unisono.quality.options import FilterOptions
-from unisono.quality.text_quality import LIMITS, failed_limit
 
 PROSE = (
     "The ship lay at anchor in the bay, and the men on deck were waiting for the tide. Nobody spoke. From the shore came the "
     "sound of a bell, then of another, and a boat with two lanterns put off from the pier. It moved slowly, as if those who "
     "rowed it had no wish to arrive. The captain watched it through his glass for a while and went below without a word."
 )
+
+
+def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
+    checked = check_text(text, options)
+    return (checked.failed, checked.value) if checked.failed else None
+
+
+def test_values_up_to_the_limit_that_is_not_kept() -> None:
+    assert tuple(check_text(PROSE, FilterOptions()).measured) == LIMITS
+    checked = check_text("internationalization " * 60, FilterOptions())
+    assert checked.failed == "max_mean_word_chars"
+    assert checked.measured == {
+        "min_words": 60,
+        "max_words": 60,
+        "min_mean_word_chars": 20,
+        "max_mean_word_chars": 20,
+    }
 
 
 def test_prose_keeps_all_limits() -> None:
@@ -77,6 +94,12 @@ def test_one_word_a_million_times() -> None:
 
 def test_order_of_limits_is_that_of_the_options() -> None:
     assert tuple(field.name for field in fields(FilterOptions)) == ("enabled", *LIMITS, *LANGUAGE_LIMITS)
+    # each text breaks a limit and one behind it: the first is named
+    assert failed_limit("1234567890123 " * 3, FilterOptions(min_words=5)) == ("min_words", 3)
+    limit, _ = failed_limit("# ### #### 55 " * 40, FilterOptions(max_symbol_ratio=0.1)) or ("", 0.0)
+    assert limit == "min_mean_word_chars"
+    limit, _ = failed_limit("- same line of text here\n" * 40, FilterOptions()) or ("", 0.0)
+    assert limit == "max_bullet_line_frac"
     texts = planted.documents(200, np.random.default_rng(0))
     assert all(
         failed_limit(text, FilterOptions(min_mean_word_chars=0)) is None for text in texts if len(text.split()) > 60

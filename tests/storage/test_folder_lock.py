@@ -59,6 +59,17 @@ def is_free(path: Path) -> bool:
     return True
 
 
+def test_a_full_disk_leaves_the_folder_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            lock(tmp_path / ".lock")
+    assert is_free(tmp_path / ".lock")
+
+
 def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     holder = subprocess.Popen(

@@ -245,9 +245,9 @@ def quality(folder: Path) -> dict[str, str]:
 def reviews(folder: Path) -> dict[str, str]:
     """Labelled texts, a small model of them, and what the page of labels saves when somebody marks one."""
     from unisono.quality.documents import find_documents
-    from unisono.quality.label_values import data_set_digest, read_labels
+    from unisono.quality.duplicates.sketch_folder import sketch_all
+    from unisono.quality.labels.values import data_set_digest, read_labels
     from unisono.quality.options import DuplicateOptions, only_dedup
-    from unisono.quality.sketch_folder import sketch_all
 
     texts = [("good fine nice", "bad poor sad")[number % 2] + f" number {number}" for number in range(48)]
     rows = [{"text": text, "label": ("good", "bad")[number % 2 if number else 1]} for number, text in enumerate(texts)]
@@ -260,7 +260,7 @@ def reviews(folder: Path) -> dict[str, str]:
     documents = find_documents([path])
     with tempfile.TemporaryDirectory() as sketched:
         sketches = sketch_all(documents, Path(sketched), only_dedup(DuplicateOptions(near=0.0)))
-        digest = data_set_digest(documents, sketches, read_labels(documents, "label", len(rows)))
+        digest = data_set_digest(documents, sketches, read_labels(documents, "label", sketches))
     about = {"version": 1, "data_set": digest, "label": "label", "text_column": None, "whole_rows": False}
     marks = [{"file": "reviews.jsonl", "row": 0, "label": "bad", "action": "change", "to": "good"}]
     (folder / "marks.json").write_text(json.dumps({**about, "marks": marks}))

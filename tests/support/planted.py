@@ -11,7 +11,7 @@ _WORD = re.compile("[0-9a-z_\u00c0-\u07ff]+|[\u0800-\u1fff\u2080-\u2fff\u3040-\U
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text as ``unisono.quality.shingles`` describes them, by a regular expression."""
+    """The words of a text as ``unisono.quality.duplicates.shingles`` describes them, by a regular expression."""
     words: list[str] = []
     for word in _WORD.findall(text.lower()):
         raw = word.encode("utf-8", "surrogatepass")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unisono.data.options import DataOptions
 from unisono.errors import DataError
-from unisono.tasks.data import _held_out_numbers
+from unisono.tasks.held_out import random_part
 from unisono.tune.folds import cross_validation, fold_settings, folds_space, write_folds_page
 from unisono.tune.space import grid
 from unisono.tune.study import TrialRecord
@@ -23,17 +23,17 @@ def test_each_sample_is_held_out_once(size: int, num_folds: int) -> None:
     frac = float(fold_settings(num_folds)[0].partition("=")[2])
     if size * frac < 1 - 1e-9:
         with pytest.raises(DataError):
-            _held_out_numbers(size, frac, 1)
+            random_part(size, frac, 1)
         return
-    parts = [_held_out_numbers(size, frac, fold) for fold in range(num_folds)]
+    parts = [random_part(size, frac, fold) for fold in range(num_folds)]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(size))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_first_part_is_what_was_held_out_before() -> None:
-    assert len(_held_out_numbers(100, 0.05, 0)) == 5
-    assert len(_held_out_numbers(3, 0.01, 0)) == 1
-    assert len(_held_out_numbers(2, 0.5, 0)) == 1
+    assert len(random_part(100, 0.05, 0)) == 5
+    assert len(random_part(3, 0.01, 0)) == 1
+    assert len(random_part(2, 0.5, 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,10 @@ def test_mean_and_spread(tmp_path: Path) -> None:
     assert found.to_json()["standard_error"] == pytest.approx(statistics.stdev(values) / 2)
     assert found.verdict() == (
         "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts failed)."
+    )
+    assert found.to_json()["failed"] == [4]
+    assert cross_validation("eval/accuracy", 5, records).verdict() == (
+        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts have not ended)."
     )
     write_folds_page(tmp_path / "report.html", found, [*records, record(4, None)])
     assert "0.7 ± 0.16" in (tmp_path / "report.html").read_text()

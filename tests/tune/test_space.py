@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.tune.space import Choice, Range, grid, grid_size, read_space
+from unisono.tune.space import Choice, Range, grid, grid_size, read_space, settings_within
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,32 @@ def test_a_grid_is_every_combination() -> None:
     assert [float(text) for text in tenths] == pytest.approx([float(b) for _, b, _ in combinations[:22:2]])
     assert len(set(combinations)) == len(combinations) == grid_size(space) == 66
     assert [(a, c) for a, _, c in combinations] == [(a, c) for a, _, c in itertools.product("123", range(11), "xy")]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "found"),
+    [
+        ("a=log:1e-4..1e-2", 0.003, "0.003"),
+        ("a=log:1e-4..1e-2", 1e-2, "0.01"),
+        ("a=log:1e-4..1e-2", 0.011, None),
+        ("a=0.0..1.0/0.1", 0.3, "0.3"),
+        ("a=0.0..1.0/0.1", 0.35, None),
+        ("a=2..8/2", 6, "6"),
+        ("a=2..8/2", 5, None),
+        ("a=2..8", 2.5, None),
+        ("a=0..1", True, None),
+        ("a=0.0..1", "none", None),
+        ("a=adamw,lamb", "lamb", "lamb"),
+        ("a=adamw,lamb", "sgd", None),
+        ("a=1e-3,2e-3", 0.001, "1e-3"),
+        ("a=true,false", False, "false"),
+        ("a=[1, 2],[3]", [3], "[3]"),
+        ("b=1..2", 1, None),
+    ],
+)
+def test_the_values_of_a_configuration_in_a_space(text: str, value: object, found: str | None) -> None:
+    settings = settings_within(read_space([text]), {"a": value, "other": 1})
+    assert settings == (None if found is None else {"a": found})
 
 
 @pytest.mark.parametrize("text", ["a=0.0..1", "a=log:1..8", "a=1..10000000"])

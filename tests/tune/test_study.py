@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def test_a_trial_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
     search = study(tmp_path)
     trial = begun(search)
     search.report(trial, [(1, 4.0), (2, 3.0), (2, 2.5), (3, math.nan)])
-    search.ran(trial, 2.0)
-    search.ran(trial, 1.5)
-    search.finish(trial, "done", 2.5, ranks=2)
+    search.ran(trial, 2.0, ranks=2)
+    search.ran(trial, 1.5, ranks=2)
+    search.finish(trial, "done", 2.5)
     (record,) = study(tmp_path).records()
     assert (record.outcome, record.value, record.took_s, record.device_s) == ("done", 2.5, 3.5, 7.0)
     assert (dict(record.curve), record.settings) == ({1: 4.0, 2: 2.5}, trial.settings)
@@ -98,6 +99,50 @@ def test_a_killed_process_loses_nothing(tmp_path: Path, torn: bool) -> None:
     assert begun(later, 2).number == 1
 
 
+def test_a_line_that_another_process_has_torn(tmp_path: Path) -> None:
+    """By a kill, or on a full disk: who is at work goes on behind the line before it."""
+    search = study(tmp_path)
+    trial = begun(search)
+    with (tmp_path / JOURNAL_FILE).open("ab") as file:
+        file.write(b'{"op_code":6,"work')
+    search.report(trial, [(1, 2.0)])
+    search.finish(trial, "done", 2.0)
+    assert [(each.outcome, dict(each.curve)) for each in study(tmp_path).records()] == [("done", {1: 2.0})]
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+def test_a_kill_while_a_trial_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
+    """Before each line of the journal: the trial has all its settings, and a grid is tried whole."""
+    backends = pytest.importorskip("optuna.storages.journal")
+    write, is_killed, number = backends.JournalFileBackend.append_logs, True, 0
+    while is_killed:
+        folder, left = tmp_path / str(number), iter(range(number))
+
+        def append(backend: Any, logs: Any, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            write(backend, logs)
+
+        search = study(folder, "a=1..2", "b=x,y", sampler=sampler)
+        with monkeypatch.context() as patch:
+            patch.setattr(backends.JournalFileBackend, "append_logs", append)
+            try:
+                search.leave(begun(search))
+                is_killed = False
+            except KeyboardInterrupt:
+                pass
+        later = study(folder, "a=1..2", "b=x,y", sampler=sampler)
+        trials = [begun(later, 4) for _ in range(4)]
+        assert later.begin(4) is None
+        assert [trial.number for trial in trials] == [0, 1, 2, 3]
+        assert all(list(trial.settings) == ["a", "b"] for trial in trials)
+        if sampler == "grid":
+            found = [tuple(trial.settings.values()) for trial in trials]
+            assert found == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
+        number += 1
+    assert number > 3
+
+
 def test_a_grid_is_tried_whole_and_once(tmp_path: Path) -> None:
     first = study(tmp_path, "a=1..2", "b=x,y", sampler="grid")
     second = study(tmp_path, "a=1..2", "b=x,y", sampler="grid")
@@ -139,6 +184,47 @@ def test_a_pruner_ends_what_is_worse(tmp_path: Path) -> None:
         search.finish(trial, "done", float(value))
     assert search.report(begun(search), [(10, 9.0)])
     assert not search.report(begun(search), [(10, 0.5)])
+
+
+def test_halving_ends_all_but_the_best(tmp_path: Path) -> None:
+    """A whole trial has 400 steps: after one, those at 4 are compared."""
+    search = study(tmp_path, pruner="halving")
+    trial = begun(search)
+    assert not search.report(trial, [(step, 5.0) for step in range(1, 401)])
+    search.finish(trial, "done", 5.0)
+    good, bad, better = begun(search), begun(search), begun(search)
+    assert not search.report(good, [(4, 2.0)])
+    assert not search.report(bad, [(3, 9.0)])
+    assert search.report(bad, [(4, 9.0)])
+    search.finish(bad, "pruned", 9.0, reason="others were better")
+    assert not search.report(better, [(4, 1.0)])
+    record = search.records()[bad.number]
+    assert (record.outcome, record.to_json()["last_step"], record.value) == ("pruned", 4, 9.0)
+
+
+def make_trials(folder: str, count: int, meeting: Any) -> None:
+    search = study(Path(folder), sampler="random")
+    meeting.wait()
+    while (trial := search.begin(count)) is not None:
+        search.report(trial, [(1, 2.0)])
+        search.finish(trial, "done", bowl(trial.settings["lr"]))
+
+
+def test_processes_share_a_journal(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    meeting = spawn.Barrier(2)
+    processes = [spawn.Process(target=make_trials, args=(str(tmp_path), 30, meeting)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    records = study(tmp_path, sampler="random").records()
+    assert [record.number for record in records] == list(range(30))
+    assert all((each.outcome, dict(each.curve)) == ("done", {1: 2.0}) for each in records)
+    assert [each.value for each in records] == [bowl(each.settings["lr"]) for each in records]
+    assert len({each.settings["lr"] for each in records}) == 30
+    assert list((tmp_path / "trials").iterdir()) == []
 
 
 def test_the_largest_value(tmp_path: Path) -> None:

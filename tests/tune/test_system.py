@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from unisono.errors import ConfigError
-from unisono.tune.system import Candidate, Comparison, candidates_of, sweep, write_sweep
+from unisono.tune.system import (
+    RECORD_FILE,
+    Candidate,
+    Comparison,
+    Sweep,
+    SweepRecord,
+    candidates_of,
+    micro_batch_candidates,
+    read_record,
+    sweep,
+    write_sweep,
+)
 
 
 @dataclass
@@ -98,7 +109,7 @@ def test_the_overlay_and_the_page(tmp_path: Path) -> None:
     found, _ = swept(
         train, Candidate(name="plan.compile", value="blocks"), Candidate(name="loader.num_workers", value=2)
     )
-    path = write_sweep(tmp_path, "/etc/run.toml", found, {"optim.lr": 0.1})
+    path = write_sweep(tmp_path, "/etc/run.toml", recorded(found), {"optim.lr": 0.1})
     assert path is not None
     assert tomllib.loads(path.read_text()) == {
         "base": "/etc/run.toml",
@@ -107,17 +118,86 @@ def test_the_overlay_and_the_page(tmp_path: Path) -> None:
     }
     assert "did not train" in (tmp_path / "report.html").read_text()
     nothing, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
-    assert write_sweep(tmp_path, "", nothing, {}) is None
+    assert write_sweep(tmp_path, "", recorded(nothing), {}) is None
+
+
+def recorded(found: Sweep) -> SweepRecord:
+    return SweepRecord(identity={"steps": 30}, rank_batch=(4, 2), comparisons=list(found.comparisons))
+
+
+def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
+    """Interrupted in each training, it finds the same as at one go, and makes no comparison twice."""
+    candidates = [Candidate(name="a", value=2), Candidate(name="b", value=True), Candidate(name="c", value=[1])]
+    faster = {"a": 0.5, "b": 0.8, "c": 1.0}
+
+    def seconds(settings: Mapping[str, Any]) -> float:
+        time = 1.0
+        for name in settings:
+            time *= faster[name]
+        return time
+
+    whole = sweep(trainings(seconds), candidates, pairs=2, tell=lambda comparison: None)
+    assert whole.kept == {"a": 2, "b": True}
+    record = read_record(tmp_path, {"steps": 30})
+    numbers = itertools.count(1)
+    made: list[str] = []
+
+    def tell(comparison: Comparison) -> None:
+        made.append(comparison.name)
+        record.comparisons.append(comparison)
+        write_sweep(tmp_path, "", record, {})
+
+    def train(settings: Mapping[str, Any]) -> Any:
+        if next(numbers) % 5 == 0:
+            raise KeyboardInterrupt
+        return trainings(seconds)(settings)
+
+    num_interrupts = 0
+    while True:
+        record = read_record(tmp_path, {"steps": 30})
+        try:
+            found = sweep(train, candidates, pairs=2, tell=tell, made=tuple(record.comparisons))
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            continue
+        break
+    assert num_interrupts == 2
+    assert made == ["a", "b", "c"]
+    assert found.kept == whole.kept
+    assert [each.value for each in found.comparisons] == [2, True, [1]]
+    assert read_record(tmp_path, {"steps": 30}).comparisons == list(found.comparisons)
+
+
+def test_a_record_of_another_sweep(tmp_path: Path) -> None:
+    found, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
+    write_sweep(tmp_path, "", recorded(found), {})
+    assert read_record(tmp_path, {"steps": 30}).rank_batch == (4, 2)
+    with pytest.raises(ConfigError, match=r"steps 31 for the sweep in .*, which began with 30"):
+        read_record(tmp_path, {"steps": 31})
+    with pytest.raises(ConfigError, match=r"optim\.lr 0\.1 for the sweep in .*, which began with None"):
+        read_record(tmp_path, {"steps": 30, "optim.lr": 0.1})
+    for content in (b"", b"{}", b'{"identity": {}, "comparisons": [{}]}', b"[" * 5000):
+        (tmp_path / RECORD_FILE).write_bytes(content)
+        with pytest.raises(ConfigError, match="which is no record of a sweep"):
+            read_record(tmp_path, {"steps": 30})
+        assert (tmp_path / RECORD_FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("rank_batch", "sizes"), [((4, 2), [8, 2]), ((4, 1), [2]), ((1, 4), [2]), ((1, 1), []), ((3, 4), [6, 1])]
+)
+def test_micro_batches_divide_the_samples_of_a_rank(rank_batch: tuple[int, int], sizes: list[int]) -> None:
+    assert [each.value for each in micro_batch_candidates(rank_batch)] == sizes
 
 
 def test_what_is_tried_is_not_what_is_set() -> None:
     settings = {
-        **{"plan.micro_batch": 4, "plan.global_batch": 8, "plan.precision": "auto", "plan.recompute": "full"},
+        **{"plan.precision": "auto", "plan.recompute": "full"},
         **{"plan.compile": "blocks", "loader.num_workers": 2, "launch.allocator": "tuned", "launch.num_threads": 0},
     }
     tried = {(each.name, each.value) for each in candidates_of(settings, has_accelerator=False, cores=4)}
     assert tried == {
-        *{("plan.micro_batch", 8), ("plan.micro_batch", 2), ("plan.precision", "fp32"), ("plan.precision", "bf16")},
+        *{("plan.precision", "fp32"), ("plan.precision", "bf16")},
         *{("plan.recompute", "none"), ("loader.num_workers", 0), ("loader.num_workers", 1), ("loader.num_workers", 4)},
         *{("launch.allocator", "system"), ("launch.num_threads", 2)},
     }

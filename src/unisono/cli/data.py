@@ -115,6 +115,12 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     "--base64", multiple=True, metavar="NAME", help="A field of bytes that CSV has as base64; again for each."
 )
 @click.option("--array", "arrays", multiple=True, metavar="NAME", help="A feature of TFRecord that is always an array.")
+@click.option(
+    "--rows",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Only the rows that unisono data clean, dedup, split or leak kept in FOLDER.",
+)
 @every_verb
 def convert_file(
     source: Path,
@@ -123,6 +129,7 @@ def convert_file(
     columns: tuple[str, ...],
     base64: tuple[str, ...],
     arrays: tuple[str, ...],
+    rows: Path | None,
     as_json: bool,
 ) -> None:
     """Write the rows of SOURCE to TARGET; nothing is dropped or cast. The names say the formats.
@@ -133,10 +140,16 @@ def convert_file(
     """
     from unisono.data.convert.table_files import convert
 
-    rows = convert(
-        source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
+    count = convert(
+        source,
+        target,
+        overwrite=overwrite,
+        columns=list(columns) or None,
+        base64=list(base64),
+        arrays=list(arrays),
+        rows=rows,
     )
-    print_result(as_json, {"path": str(target), "rows": rows}, f"{target}: {rows:,} rows")
+    print_result(as_json, {"path": str(target), "rows": count}, f"{target}: {count:,} rows")
 
 
 @command.command("shard")

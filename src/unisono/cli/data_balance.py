@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable
+from unisono.cli.data_quality import resumable, with_places
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -48,10 +47,11 @@ def balance_classes(
     """
     from unisono.quality.balance import balance
 
-    with resumable(out):
-        result = balance(inputs, out, field=label, power=power, max_repeats=max_repeats or 0)
-    value = asdict(result) if out is None else {"out": str(out), **asdict(result)}
-    print_result(as_json, value, [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    with resumable(out) as progress:
+        result = balance(inputs, out, field=label, power=power, max_repeats=max_repeats or 0, progress=progress)
+    print_result(
+        as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
 
 
 def _lines(result: BalanceResult) -> list[str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable
+from unisono.cli.data_quality import resumable, with_places
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unisono.quality.column_changes import ColumnChanges
-    from unisono.quality.columns import ColumnsResult
+    from unisono.quality.columns.changes import ColumnChanges
+    from unisono.quality.columns.check import ColumnsResult
 
 _SHOWN: Final = 20  # lines of each kind that fit on a screen
 _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASONS, without its imports
@@ -69,9 +68,9 @@ def check_table_columns(
 ) -> int:
     """Compare the schemas of the tables INPUTS and judge their numbers. Exit code 1 if files differ in their schemas.
 
-    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, and modes of images in
-    bytes. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and steps back.
-    With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
+    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, modes of images in
+    bytes, and encodings. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and
+    steps back. With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
 
     \b
     OUT/data           with --mask or --unify: the changed tables, under the inputs' names
@@ -80,7 +79,7 @@ def check_table_columns(
     OUT/flagged.jsonl  each flagged value: file, row, column, reasons
     OUT/report.html    schema, differences, histograms; OUT/report.json the same as data
     """
-    from unisono.quality.columns import ColumnOptions, check_columns
+    from unisono.quality.columns.check import ColumnOptions, check_columns
 
     if max_gap is not None and time is None:
         raise ConfigError(
@@ -114,9 +113,11 @@ def check_table_columns(
         unify=unify,
         skips_unfit=on_error == "skip",
     )
-    with resumable(out):
-        result = check_columns(inputs, out=out, options=options)
-    print_result(as_json, asdict(result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    with resumable(out) as progress:
+        result = check_columns(inputs, out=out, options=options, progress=progress)
+    print_result(
+        as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.differences and not unify else 0
 
 
@@ -129,7 +130,8 @@ def _lines(result: ColumnsResult) -> list[str]:
         expected = f", in most files {difference.expected}" if difference.expected else ""
         row = "" if difference.row is None else f", first row {difference.row}"
         what = f"{difference.kind}: {difference.given}{expected}{row}"
-        lines.append(f"     {difference.file}, column {difference.column}: {what}")
+        column = f", column {difference.column}" if difference.column else ""
+        lines.append(f"     {difference.file}{column}: {what}")
     if len(result.differences) > _SHOWN:
         lines.append(f"     and {len(result.differences) - _SHOWN:,} more")
     for column in result.numeric:
@@ -164,7 +166,8 @@ def _change_lines(changes: ColumnChanges, *, is_masked: bool) -> list[str]:
         files = len({cast.file for cast in changes.casts})
         lines.append(f"one schema of {len(changes.types):,} columns, for which cells of {files:,} files changed")
     for cast in changes.casts[:_SHOWN]:
-        lines.append(f"     {cast.file}, column {cast.column}: {cast.count:,} {cast.change}")
+        column = f", column {cast.column}" if cast.column else ""
+        lines.append(f"     {cast.file}{column}: {cast.count:,} {cast.change}")
     if len(changes.casts) > _SHOWN:
         lines.append(f"     and {len(changes.casts) - _SHOWN:,} more")
     lines += [f"     {file}: {count:,} rows left out" for file, count in changes.dropped.items()]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable, works_in
+from unisono.cli.data_quality import (
+    IMAGE_NEAR,
+    compares,
+    duplicate_options,
+    resumable,
+    unreadable_lines,
+    with_places,
+    works_in,
+)
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
-    from unisono.quality.label_errors import LabelsResult
-    from unisono.quality.relabel import RelabelResult
+    from unisono.quality.labels.label_errors import LabelsResult
+    from unisono.quality.labels.relabel import RelabelResult
 
 _SHOWN: Final = 5  # pairs of labels that fit on a screen
 
@@ -49,6 +56,7 @@ def find_labels(
     losses: Path | None,
     whole_rows: bool,
     most: int,
+    on_error: str,
     column: str | None,
     as_json: bool,
     **options: Any,
@@ -64,7 +72,7 @@ def find_labels(
     OUT/conflicts.jsonl  each conflict: its documents, their labels and similarities
     OUT/suspects.jsonl   each suspect, the most suspicious first
     """
-    from unisono.quality.label_errors import find_label_errors
+    from unisono.quality.labels.label_errors import find_label_errors
 
     if whole_rows and column is not None:
         raise ConfigError(
@@ -73,7 +81,7 @@ def find_labels(
             consequence="nothing was read",
             nearest="one of the two",
         )
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_label_errors(
             inputs,
             out,
@@ -82,10 +90,12 @@ def find_labels(
             options=duplicate_options(options),
             column=column,
             whole_rows=whole_rows,
+            skips_unreadable=on_error == "skip",
             most=most,
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _labels_lines(result, out))
+    print_result(as_json, with_places(out, result), _labels_lines(result, out))
 
 
 def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
@@ -104,7 +114,7 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     if result.crowded:
         noun = "images" if result.content == "images" else "texts"
         lines.append(f"{result.crowded:,} {noun} had too many candidates to be compared with all of them")
-    return [*lines, f"look through and mark: {out / 'report.html'}"]
+    return [*lines, *unreadable_lines(result.unreadable), f"look through and mark: {out / 'report.html'}"]
 
 
 @click.command("relabel")
@@ -131,11 +141,11 @@ def relabel_documents(
     OUT/kept           the numbers of the kept rows of each table, as .npy
     OUT/changes.jsonl  each change: file, row, label before and after
     """
-    from unisono.quality.relabel import relabel
+    from unisono.quality.labels.relabel import relabel
 
-    with resumable(out):
-        result = relabel(inputs, out, marks, workers=workers)
-    print_result(as_json, {"out": str(out), **asdict(result)}, _relabel_lines(result, out))
+    with resumable(out) as progress:
+        result = relabel(inputs, out, marks, workers=workers, progress=progress)
+    print_result(as_json, with_places(out, result), _relabel_lines(result, out))
 
 
 def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:
@@ -144,4 +154,4 @@ def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:
         f"{result.confirmed:,} labels confirmed"
     ]
     lines += [printable(f"     {count:,} {label} to {to}") for label, to, count in result.changes]
-    return [*lines, f"report: {out / 'report.html'}"]
+    return [*lines, *unreadable_lines(result.unreadable), f"report: {out / 'report.html'}"]

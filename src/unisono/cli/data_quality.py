@@ -15,6 +15,7 @@ import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_pack import fractions
+from unisono.cli.job_progress import job_progress
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult
     from unisono.quality.leak import LeakResult
     from unisono.quality.options import DuplicateOptions
+    from unisono.quality.progress import Progress
 
 _SHOWN: Final = 20  # pairs that fit on a screen
 _LANGUAGES: Final = 10  # languages that fit on a line
@@ -39,7 +41,11 @@ _ON_ERROR = click.option(
     show_default=True,
     help="On an unreadable document.",
 )
-_INDEX_ONLY = click.option("--index-only", is_flag=True, help="Write the numbers of the rows, and no data.")
+_INDEX_ONLY = click.option(
+    "--index-only",
+    is_flag=True,
+    help="Write the numbers of the rows, and no data; data.rows of a run reads these rows.",
+)
 _COLUMN = click.option(
     "--column",
     metavar="NAME",
@@ -53,7 +59,7 @@ def works_in(function: F) -> F:
     @wraps(function)
     def with_workers(*arguments: Any, workers: int | None, ray: str | None, **options: Any) -> Any:
         if ray is not None:
-            from unisono.quality.ray_map import require_ray
+            from unisono.quality.duplicates.ray_map import require_ray
 
             if workers is not None:
                 raise ConfigError(
@@ -83,6 +89,7 @@ def compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
         works_in,
+        _ON_ERROR,
         _COLUMN,
         click.option(
             "--seed",
@@ -128,7 +135,6 @@ def compares_images(function: F) -> F:
 @click.command("dedup")
 @_INPUTS
 @_OUT
-@_ON_ERROR
 @_INDEX_ONLY
 @compares_images
 @compares
@@ -156,7 +162,7 @@ def dedup_documents(
     from unisono.quality.clean import clean
     from unisono.quality.options import only_dedup
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -165,8 +171,9 @@ def dedup_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 @click.command("clean")
@@ -207,14 +214,15 @@ def clean_documents(
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
     of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
-    data dedup; dropped.jsonl names the limit that each dropped document did not keep. After a kill, the same command goes on.
+    data dedup; dropped.jsonl names the limit that each dropped document did not keep, and report.html shows what each limit cuts.
+    After a kill, the same command goes on.
     """
     from unisono.config import load_config
     from unisono.quality.clean import clean
     from unisono.quality.options import CleanRecipe
 
     recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -223,8 +231,9 @@ def clean_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=workers,
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 def _clean_lines(result: CleanResult, out: Path) -> list[str]:
@@ -238,6 +247,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
         lines.append(f"languages: {', '.join(shown)}{', ...' if len(result.languages) > _LANGUAGES else ''}")
     if result.crowded:
         lines.append(f"{result.crowded:,} kept documents had too many candidates to be compared with all of them")
+    if result.unchecked_items:
+        items = sum(result.unchecked_items.values())
+        lines.append(f"{items:,} of {result.benchmark_items:,} items of benchmarks had too few words to be looked for")
     return [*lines, f"report: {out / 'report.html'}"]
 
 
@@ -251,7 +263,13 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @compares
 @every_verb
 def find_leaking(
-    train: Path, others: tuple[Path, ...], out: Path | None, column: str | None, as_json: bool, **options: Any
+    train: Path,
+    others: tuple[Path, ...],
+    out: Path | None,
+    on_error: str,
+    column: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
 
@@ -261,7 +279,7 @@ def find_leaking(
     """
     from unisono.quality.leak import find_leaks
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_leaks(
             train,
             others,
@@ -269,9 +287,13 @@ def find_leaking(
             options=duplicate_options(options),
             crops=options["crops"],
             column=column,
+            skips_unreadable=on_error == "skip",
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    print_result(
+        as_json, with_places(out, result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.pairs else 0
 
 
@@ -299,6 +321,7 @@ def split_documents(
     parts: dict[str, Fraction],
     stratify: str | None,
     group: str | None,
+    on_error: str,
     index_only: bool,
     column: str | None,
     as_json: bool,
@@ -311,7 +334,7 @@ def split_documents(
     """
     from unisono.quality.split import split
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = split(
             inputs,
             out,
@@ -321,34 +344,43 @@ def split_documents(
             options=duplicate_options(options, draws=True),
             crops=options["crops"],
             column=column,
+            skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
     lines = [
-        f"{part.name}: {part.documents:,} documents, {part.documents / max(result.documents, 1):.2%}"
+        f"{part.name}: {part.documents:,} documents, "
+        f"{part.documents / max(result.documents - result.unreadable, 1):.2%}"
         + ("" if part.documents else "; the clusters are too large for it")
         for part in result.parts
     ]
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
-    print_result(as_json, {"out": str(out), **asdict(result)}, [*lines, f"report: {out / 'report.html'}"])
+    lines += unreadable_lines(result.unreadable)
+    print_result(as_json, with_places(out, result), [*lines, f"report: {out / 'report.html'}"])
 
 
 def _leak_lines(result: LeakResult) -> list[str]:
     lines = [
         f"{'leak' if split.exact + split.near else 'ok  '} {split.path}: {split.documents:,} documents, {split.exact:,} with "
-        f"the same text as one of a set before it, {split.near:,} near one"
+        f"the same content as one of a set before it, {split.near:,} near one"
         for split in result.splits[1:]
     ]
     for pair in result.pairs[:_SHOWN]:
-        of, how = pair["duplicate_of"], "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
+        of, how = pair["duplicate_of"], "same content" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
         lines.append(f"     {pair['file']} row {pair['row']} and {of['file']} row {of['row']}: {how}")
     if len(result.pairs) > _SHOWN:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
-    return lines
+    return [*lines, *unreadable_lines(sum(split.unreadable for split in result.splits))]
+
+
+def unreadable_lines(count: int) -> list[str]:
+    """How many documents were left out; no line if none was."""
+    return [f"{count:,} documents could not be read and were left out"] if count else []
 
 
 def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> DuplicateOptions:
@@ -372,12 +404,18 @@ def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> Duplic
     return DuplicateOptions(**settings, crops=bool(options.get("crops")), seed=options["seed"])
 
 
+def with_places(out: Path | None, result: Any) -> dict[str, Any]:
+    """What ``--json`` prints: the folder of the results and its page, if there is one, and the result."""
+    places = {} if out is None else {"out": str(out), "report": str(out / "report.html")}
+    return {**places, **asdict(result)}
+
+
 @contextmanager
-def resumable(out: Path | None) -> Generator[None]:
-    """Say where an interrupted job goes on, and exit with 75 after SIGTERM."""
+def resumable(out: Path | None) -> Generator[Progress]:
+    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
     try:
-        with sigterm_interrupts():
-            yield
+        with sigterm_interrupts(), job_progress() as progress:
+            yield progress
     except KeyboardInterrupt as interrupt:
         more = f"; the same command goes on in {out}" if out is not None else ""
         echo(f"unisono: interrupted{more}", err=True)

@@ -17,6 +17,7 @@ from torch import nn
 
 from unisono.cli.common import LOG
 from unisono.config import Resolved
+from unisono.data.provenance import cleaning_facts
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
@@ -24,7 +25,6 @@ from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
-from unisono.quality.provenance import cleaning_facts
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (
@@ -124,9 +124,9 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 
 
 def _addresses(config: RunConfig) -> list[str]:
-    """The files and folders that the run reads."""
+    """The files and folders that the run reads, and folders of the rows that it reads of them."""
     data = config.data
-    given = [data.train, data.eval, "" if data.train else data.corpus]
+    given = [data.train, data.eval, "" if data.train else data.corpus, data.rows]
     addresses = [(each,) if isinstance(each, str) else each for each in given]
     return [address for several in addresses for address in several if address]
 

@@ -116,7 +116,7 @@ def coordinates(
     lines = [found.verdict(), f"report: {Path(out) / 'report.html'}"]
     if not found.is_flat and not found.base_dim:
         lines.insert(1, f"unisono tune coordinates … --set model.mup_base_dim={chosen[0]}")
-    result: dict[str, Any] = {"folder": out, "report": str(folder / "report.html"), **found.to_json()}
+    result: dict[str, Any] = {"out": out, "report": str(folder / "report.html"), **found.to_json()}
     print_result(as_json, result, lines)
     raise SystemExit(0 if found.is_flat else 1)
 

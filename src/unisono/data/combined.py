@@ -243,6 +243,7 @@ class _JoinedDataset(PerSampleDataset):
 class _SubsetDataset(PerSampleDataset):
     def __init__(self, base: Dataset, ids: Ids) -> None:
         self._base, self._ids = base, ids
+        self.class_names: dict[str, tuple[str, ...]] = getattr(base, "class_names", {})
         self.fingerprint = f"subset:{xxhash.xxh3_64_hexdigest(ids.tobytes())}:{base.fingerprint}"
 
     def __len__(self) -> int:

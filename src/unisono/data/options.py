@@ -16,8 +16,13 @@ from unisono.errors import Problem, inert_problem
 Boundaries = Literal["mask", "ignore"]
 LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
 
+# values of data.eval_parts: the latter is followed by the name of a column
+EVAL_BY_CLASS: Final = "stratified"
+EVAL_GROUP: Final = "group:"
+
 # more than any machine's cores, fewer than the threads that systems allow
 MOST_WORKERS: Final = 1024
+_FOLDERS_OF_ROWS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,12 @@ class DataOptions:
         "How often each sample is read: the folder of 'unisono data balance', or an .npy file with a weight for each; empty = all"
         " alike.",
         applies_with="data.train",
+    )
+    rows: str | tuple[str, ...] = option(
+        "",
+        "Folder of kept rows ('unisono data clean', 'dedup', 'split' or 'leak'): only these rows of train or corpus are read; a"
+        " second folder is for eval. Empty = all rows.",
+        applies_with="data.train, or data.corpus other than stdlib",
     )
     cache_gib: float = option(
         0.0, "Samples kept on the local disk, in GiB; 0 = none.", applies_with="data.train", ge=0.0
@@ -84,6 +95,12 @@ class DataOptions:
         applies_with="samples of data.train, and data.eval empty",
         ge=0,
     )
+    eval_parts: str = option(
+        "",
+        "How eval_frac is drawn: stratified = each class in its proportion; group:COLUMN = samples with one value of a"
+        " column stay together; empty = at random.",
+        applies_with="samples of data.train, and data.eval empty",
+    )
     boundaries: Literal["mask", "ignore"] = option(
         "mask",
         "Several documents in one sample: mask = never predict or attend across them; ignore = one stream.",
@@ -97,10 +114,24 @@ class DataOptions:
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
 
+    @property
+    def train_rows(self) -> str | None:
+        """Folder of the kept rows of ``train`` or ``corpus``; None: all rows are read."""
+        return self._rows_of(0)
+
+    @property
+    def eval_rows(self) -> str | None:
+        """Folder of the kept rows of ``eval``; None: all rows are read."""
+        return self._rows_of(1)
+
+    def _rows_of(self, place: int) -> str | None:
+        folders = (self.rows,) if isinstance(self.rows, str) else self.rows
+        return folders[place] or None if place < len(folders) else None
+
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of samples where a corpus is read, by field name."""
         unset = DataOptions()
-        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
+        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold", "eval_parts")
         for name in of_samples if not self.train else ():
             if getattr(self, name) != getattr(unset, name):
                 yield (
@@ -111,6 +142,18 @@ class DataOptions:
                         f"data.train=ADDRESS, or leave data.{name} out",
                     ),
                 )
+        is_grouped = self.eval_parts.startswith(EVAL_GROUP) and self.eval_parts != EVAL_GROUP
+        if self.eval_parts not in ("", EVAL_BY_CLASS) and not is_grouped:
+            yield (
+                "eval_parts",
+                Problem(
+                    given=f"eval_parts {self.eval_parts!r}",
+                    rule=f"it is empty, {EVAL_BY_CLASS}, or {EVAL_GROUP}COLUMN",
+                    consequence="it is unknown which samples are held out",
+                    nearest=f"{EVAL_BY_CLASS}, or {EVAL_GROUP} with the name of a column",
+                ),
+            )
+        yield from (("rows", problem) for problem in self._rows_problems())
         if (self.eval_fold + 1) * self.eval_frac > 1 + 1e-9:
             yield (
                 "eval_fold",
@@ -150,6 +193,28 @@ class DataOptions:
                     consequence="the mixture is not defined",
                     nearest=f"{sources} values",
                 ),
+            )
+
+    def _rows_problems(self) -> Iterator[Problem]:
+        """Folders of kept rows of data that are not read."""
+        if self.train_rows and not self.train and self.corpus == DataOptions().corpus:
+            yield inert_problem(
+                f"rows {self.rows!r} with corpus {self.corpus!r}",
+                "they are rows of the files that a data command was given",
+                "data.train or data.corpus with these files, or leave data.rows out",
+            )
+        if self.eval_rows and not self.eval:
+            yield inert_problem(
+                f"rows {self.rows!r} without data.eval",
+                "the second folder has rows of the held-out samples",
+                "data.eval=ADDRESS, or data.rows with one folder",
+            )
+        if not isinstance(self.rows, str) and len(self.rows) > _FOLDERS_OF_ROWS:
+            yield Problem(
+                given=f"rows of {len(self.rows)} folders",
+                rule="the first has rows of data.train or data.corpus, the second of data.eval",
+                consequence="it is not known which rows are read",
+                nearest="one folder or two; files that were cleaned together have one",
             )
 
 

@@ -1,31 +1,27 @@
 """Sampling weights of training data: from the sizes of classes, and stored in a folder of their own.
 
-A folder of weights has ``weights/NAME.npy`` for each file of the data, float64 [rows], and ``weights/files.json`` with the names,
-sizes and times of change of the files. A NAME is a file's path relative to the folder that all files lie in, so the data can be
-moved as a whole.
+A folder of weights has ``weights/NAME.npy`` for each file of the data, float64 [rows], and ``weights/files.json``, as
+``data.rows_of_files`` says.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.recordio.remote_file import is_url
+from unisono.data.rows_of_files import FILES, find_entry, read_array
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
 from unisono.storage.directory import make_folder
-from unisono.storage.files import look_up, new_file, require_regular, write_atomically
+from unisono.storage.files import look_up, new_file, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
 WEIGHTS_FOLDER: Final = "weights"
-_FILES: Final = "files.json"
 _COMMAND: Final = "unisono data balance"
 
 
@@ -79,26 +75,6 @@ def reads_per_epoch(
     return np.full(len(counts), float(max_repeats))
 
 
-def file_stamp(path: Path) -> str:
-    """Size and time of change of a file; of a folder a hash of the names, sizes and times of its files."""
-    if not path.is_dir():
-        status = path.stat()
-        return f"{status.st_size} {status.st_mtime_ns}"
-    digest = xxhash.xxh3_128()
-    for file in _files_below(path):
-        status = file.stat()
-        digest.update(
-            f"{file.relative_to(path)}\0{status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape")
-        )
-    return digest.hexdigest()
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        yield from (Path(root, file) for file in sorted(files))
-
-
 def write_sample_weights(folder: Path, files: Sequence[WeightedFile], weights: Iterable[NDArray[np.float64]]) -> None:
     """Write the weights of the rows of each file into ``folder``, below ``weights``."""
     for file, values in zip(files, weights, strict=True):
@@ -106,7 +82,7 @@ def write_sample_weights(folder: Path, files: Sequence[WeightedFile], weights: I
         make_folder(place.parent)
         with new_file(place) as array:
             np.save(array, values.astype(np.float64))
-    write_atomically(folder / WEIGHTS_FOLDER / _FILES, msgspec.json.encode(files))
+    write_atomically(folder / WEIGHTS_FOLDER / FILES, msgspec.json.encode(files))
 
 
 def read_sample_weights(
@@ -143,39 +119,33 @@ def read_sample_weights(
     return by_set
 
 
-def _entry(folder: Path, known: Sequence[WeightedFile], file: str | Path) -> WeightedFile:
+def _entry(folder: Path, known: Mapping[str, WeightedFile], file: str | Path) -> WeightedFile:
     """What the folder has of a file: the entry with its name and stamp."""
-    parts = () if is_url(file) else Path(os.path.abspath(file)).parts  # a remote file has no time of change
-    named = [entry for entry in known if parts[-len(Path(entry.name).parts) :] == Path(entry.name).parts]
-    if not named:
-        raise _refused(f"{file}, of which {folder} has no weights", f"{_COMMAND} with all files of data.train")
-    stamp = file_stamp(Path(file))
-    same = [entry for entry in named if entry.stamp == stamp]
-    if not same:
-        raise _refused(
+    return find_entry(
+        known,
+        file,
+        unknown=lambda: _refused(
+            f"{file}, of which {folder} has no weights", f"{_COMMAND} with all files of data.train"
+        ),
+        changed=lambda: _refused(
             f"{file}, which has changed since {folder} was written", f"{_COMMAND} again, with another folder"
-        )
-    return max(same, key=lambda entry: len(entry.name))
+        ),
+    )
 
 
-def _read_files(folder: Path) -> list[WeightedFile]:
-    path = folder / WEIGHTS_FOLDER / _FILES
+def _read_files(folder: Path) -> dict[str, WeightedFile]:
+    path = folder / WEIGHTS_FOLDER / FILES
     try:
-        return read_json(path, msgspec.json.Decoder(list[WeightedFile]).decode)
+        entries = read_json(path, msgspec.json.Decoder(list[WeightedFile]).decode)
     except (LimitError, ValueError, OSError) as error:
-        raise _refused(
-            f"{folder}, where weights/{_FILES} cannot be read: {error}", f"a folder of {_COMMAND}"
-        ) from error
+        raise _refused(f"{folder}, where weights/{FILES} cannot be read: {error}", f"a folder of {_COMMAND}") from error
+    return {entry.name: entry for entry in entries}
 
 
 def _read_array(path: Path) -> NDArray[np.float64]:
     try:
-        require_regular(path)
-        array = cast("NDArray[Any]", np.load(path, mmap_mode="r", allow_pickle=False))  # a wrong length takes no memory
-        if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise ValueError(f"an array of {array.dtype} and shape {list(array.shape)}")
-        values = array.astype(np.float64)
-    except (ValueError, OSError, EOFError, AttributeError) as error:
+        values = read_array(path, "iuf").astype(np.float64)
+    except (ValueError, OSError) as error:
         raise _refused(
             f"{path}: {error}", "an array of numbers, one for each sample, as numpy.save writes it"
         ) from error

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from unisono.dist.interpreter import module_command
 from unisono.errors import ConfigError
-from unisono.launch.child import error_paragraph, kill_group, start_child
-from unisono.launch.workers import Reaper
+from unisono.launch import child
+from unisono.launch.child import error_paragraph
 from unisono.observe.events import events_path, number, read_events
 from unisono.observe.history import WARM_UP_READINGS
 from unisono.storage.limits import MAX_PLAN_BYTES
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import PLAN_FILE
-
-_TAIL_CHARS: Final = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +69,18 @@ class TrainOutcome:
 
     def samples(self) -> int | None:
         """Samples of a step, by the plan of the run; None where it has none."""
+        return self._batch_number("global_batch")
+
+    def rank_batch(self) -> tuple[int, int] | None:
+        """Samples of a forward pass of a rank, and forward passes of a step, by the plan of the run; None where it has none."""
+        micro_batch, accumulation = self._batch_number("micro_batch"), self._batch_number("accumulation")
+        return None if micro_batch is None or accumulation is None else (micro_batch, accumulation)
+
+    def _batch_number(self, name: str) -> int | None:
         with suppress(OSError, ValueError):
             plan: Any = read_own_json(self.run_dir / PLAN_FILE, max_bytes=MAX_PLAN_BYTES)
             batch: Any = plan.get("batch") if isinstance(plan, dict) else None
-            count: Any = batch.get("global_batch") if isinstance(batch, dict) else None
+            count: Any = batch.get(name) if isinstance(batch, dict) else None
             return count if isinstance(count, int) and count > 0 else None
         return None
 
@@ -109,19 +113,5 @@ def run_child(
 ) -> TrainOutcome:
     """Run a command that trains in the folder ``run_dir``, for at most ``timeout_s`` seconds, with more environment variables."""
     began_s = time.monotonic()
-    code: int | None = None
-    with Reaper() as reaper, tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = start_child(reaper, command, said, variables)
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout_s)
-        finally:
-            kill_group(process)
-            reaper.forget(process.pid)
-        took_s = time.monotonic() - began_s
-        said.seek(0)
-        text = said.read()[-_TAIL_CHARS:]
-        for log in sorted(run_dir.glob("logs/rank-*.log")):  # the local launcher shows rank 0 alone
-            with suppress(OSError):
-                text = log.read_text(errors="replace")[-_TAIL_CHARS:] + "\n" + text
-    return TrainOutcome(run_dir=run_dir, code=code, took_s=took_s, said=text)
+    code, said = child.run_child(command, run_dir=run_dir, timeout_s=timeout_s, variables=variables)
+    return TrainOutcome(run_dir=run_dir, code=code, took_s=time.monotonic() - began_s, said=said)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, Final
 
 from unisono.dist.interpreter import module_path
 from unisono.launch.workers import Reaper, foreign_variable
 
 _SHOWN_LINES: Final = 6
+_TAIL_BYTES: Final = 20_000
 LAUNCHER: Final = "launch: "  # begins what a launcher says
 
 
@@ -46,6 +49,47 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def run_child(
+    command: Sequence[str],
+    *,
+    run_dir: Path | None = None,
+    timeout_s: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[int | None, str]:
+    """Run a command to its end, or kill it after ``timeout_s`` seconds.
+
+    Args:
+        command: Program and arguments.
+        run_dir: Folder of the run that it trains, if it does: the logs of its ranks are read as well.
+        timeout_s: Longest time; None for any.
+        variables: Environment variables besides this process's own, without those of a job.
+
+    Returns:
+        Its exit code, None if it was killed, and the end of its output.
+    """
+    code: int | None = None
+    with Reaper() as reaper, tempfile.TemporaryFile() as output:
+        process = start_child(reaper, command, output, variables)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
+        finally:
+            kill_group(process)
+            reaper.forget(process.pid)
+        return code, end_of_output(output, run_dir)
+
+
+def end_of_output(output: IO[bytes], run_dir: Path | None = None) -> str:
+    """The end of what a child wrote into the file ``output``; before it the ends of its ranks' logs, of which the local launcher
+    shows rank 0 alone."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    text = output.read().decode(errors="replace")
+    for log in sorted(run_dir.glob("logs/rank-*.log")) if run_dir is not None else ():
+        with suppress(OSError):
+            text = log.read_text(errors="replace")[-_TAIL_BYTES:] + "\n" + text
+    return text
 
 
 def error_paragraph(said: str) -> str:

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
-from unisono.errors import DataError
 from unisono.quality.balance_page import write_balance_page
-from unisono.quality.class_labels import LabelledFile, find_labelled, read_labels, require_unchanged
+from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
+from unisono.quality.file_meter import FileMeter
 from unisono.quality.job_folder import open_job
+from unisono.quality.progress import SILENT, Advance, Progress
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.tasks.sources import TARGETS
 from unisono.tasks.targets import MAX_CLASSES
@@ -44,7 +46,7 @@ class ClassBalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceResult:
-    """The outcome.
+    """Classes of a data set, and the weights that even them out.
 
     Attributes:
         rows: Number of rows.
@@ -72,6 +74,7 @@ def balance(
     field: str = TARGETS,
     power: float = 1.0,
     max_repeats: int = 0,
+    progress: Progress = SILENT,
 ) -> BalanceResult:
     """Count the classes of a data set, and compute a sampling weight for each row.
 
@@ -84,6 +87,7 @@ def balance(
         field: Of the labels; ``targets`` of images and image records.
         power: 1 gives all classes the same share, 0.5 the square roots of their sizes, 0 the shares that they have.
         max_repeats: Most reads of a row in an epoch, on average over the data set; 0 = no limit.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -100,7 +104,8 @@ def balance(
         if job is not None and job.is_done:
             return job.result(BalanceResult)
         names: dict[str, int] = {}
-        labels = [_labels(file, field, names) for file in files]
+        progress.begin("reading", sum(file.size for file in files), "bytes")
+        labels = [_labels(file, field, names, progress.advance) for file in files]
         counts = np.sum([np.bincount(of_file[of_file >= 0], minlength=len(names)) for of_file in labels], axis=0)
         result, weights = _balance(counts, list(names), sum(map(len, labels)), power, max_repeats)
         require_unchanged(files)
@@ -108,25 +113,27 @@ def balance(
             by_label = np.append(weights, 0.0)  # _NO_LABEL is its last
             entries = [WeightedFile(name=file.name, stamp=file.stamp) for file in files]
             write_sample_weights(job.new, entries, (by_label[of_file] for of_file in labels))
+            progress.begin("reporting", 1, "pages")
             write_balance_page(job.new / "report.html", out.name, result)
+            progress.advance(1)
             job.finish(asdict(result))
     return result
 
 
-def _labels(file: LabelledFile, field: str, names: dict[str, int]) -> NDArray[np.int32]:
+def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Advance) -> NDArray[np.int32]:
     """The number of each row's class, int32 [rows]; ``names`` gets those that are new."""
     numbers = array("i")
-    for name in read_labels(file, field):
+    for name in read_classes(file, field, FileMeter(file.size, advance)):
         numbers.append(_NO_LABEL if name is None else names.setdefault(name, len(names)))
         if len(names) > MAX_CLASSES:
-            raise _refused(
+            raise refused(
                 f"{file.path}: field {quoted(field)} with more than {MAX_CLASSES:,} different values",
                 "a class has several rows",
                 "the field of the class",
             )
     labels = np.array(numbers, np.int32)
     if not (labels >= 0).any():
-        raise _refused(
+        raise refused(
             f"{file.path}: {len(labels):,} rows, and none with a label in the field {quoted(field)}",
             "rows have the name or the number of their class in one field",
             f"--label FIELD; unisono data inspect {file.path} shows the fields",
@@ -140,7 +147,7 @@ def _balance(
     """The result, and the weight of each class in the order of ``names``."""
     labelled = int(counts.sum())
     if max_repeats and max_repeats * labelled < rows:
-        raise _refused(
+        raise refused(
             f"--max-repeats {max_repeats} with {rows:,} rows, of which {labelled:,} have a label",
             "an epoch reads as many rows as there are, and only those with a label",
             f"--max-repeats {-(-rows // labelled)}, or the data without the other rows",
@@ -168,7 +175,3 @@ def _balance(
         classes=classes,
     )
     return result, weights
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,32 +13,36 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.quality.cleaning import REASONS, UNREADABLE, benchmark_hashes
-from unisono.quality.comparison import near_documents
-from unisono.quality.documents import Content, find_documents, require_readable
+from unisono.data.provenance import cleaning_facts
+from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
+from unisono.quality.cleaning.languages import language_version
+from unisono.quality.cleaning.measures import Distribution, distributions_of
+from unisono.quality.cleaning.normalization import normalize_text
+from unisono.quality.cleaning.personal_data import mask_personal_data
+from unisono.quality.cleaning.steps import CONTAMINATED, REASONS, UNREADABLE
+from unisono.quality.cleaning.version import step_versions
+from unisono.quality.documents import Content, find_documents
+from unisono.quality.duplicates.comparison import near_documents
+from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
-from unisono.quality.languages import language_version
-from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
-from unisono.quality.normalization import normalize_text
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
-from unisono.quality.personal_data import mask_personal_data
-from unisono.quality.placed_pairs import PlacedPairs
-from unisono.quality.provenance import cleaning_facts
-from unisono.quality.sketch_folder import Sketches, sketch_all
-from unisono.quality.sketches import sketch_version
+from unisono.quality.progress import SILENT, Progress
+from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, unreadable_record
 from unisono.storage.files import new_file
 
 EXACT: Final = "dedup.exact"
 NEAR: Final = "dedup.near"
-DROPPED_FILE: Final = "dropped.jsonl"
 _REASONS: Final = (*REASONS, EXACT, NEAR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CleanResult:
-    """The outcome.
+    """How many documents were kept, dropped and changed, and why.
 
     Attributes:
         documents: Number of documents.
@@ -48,9 +52,13 @@ class CleanResult:
         masked: Pieces of personal data that were replaced, by kind.
         languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
         crowded: Kept documents that were not compared with all of their candidates, as there were too many.
+        benchmark_items: Texts of the benchmarks.
+        unchecked_items: Of these such with too few words to be looked for, by the name of their file.
         recipe: The settings of all steps.
-        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks and the versions of packages, as JSON with sorted keys.
+        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as
+            JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
+        distributions: Histograms of the lengths, before and after, and of what each limit is compared with.
     """
 
     documents: int
@@ -60,9 +68,12 @@ class CleanResult:
     masked: dict[str, int]
     languages: dict[str, int]
     crowded: int
+    benchmark_items: int
+    unchecked_items: dict[str, int]
     recipe: CleanRecipe
     recipe_hash: str
     sketch: str
+    distributions: tuple[Distribution, ...] = ()
 
 
 def clean(
@@ -74,6 +85,7 @@ def clean(
     skips_unreadable: bool = False,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> CleanResult:
     """Write a cleaned copy of a data set; of duplicates the first document is kept.
 
@@ -88,6 +100,7 @@ def clean(
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.
@@ -106,58 +119,87 @@ def clean(
         normalize_text(
             "", repairs_encoding=recipe.normalize.repairs_encoding
         )  # a package that is missing leaves no folder
-    contamination = benchmark_hashes(recipe, column)
+    benchmarks = read_benchmarks(recipe, column, progress)
     steps = {
         "recipe": asdict(recipe),
-        "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
+        "benchmarks": benchmarks.hashes_digest(),
         "sketch": sketch,
         "language_model": language_model,
+        "versions": step_versions(recipe),
     }
-    identity = {**steps, "documents": documents.identity(), "index_only": index_only}
-    with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
+    identity = {
+        **steps,
+        "benchmark_items": benchmarks.digest(),
+        "documents": documents.identity(),
+        "index_only": index_only,
+    }
+    inputs = [*paths, *map(Path, recipe.decontaminate.against)]
+    with open_job(out, identity, inputs, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(CleanResult)
-        sketches = sketch_all(documents, job.sketches, recipe, contamination=contamination, workers=workers)
+        sketches = sketch_all(
+            documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers, progress=progress
+        )
         documents.require_unchanged()
-        require_readable(documents, sketches, drops=skips_unreadable or recipe.images.enabled)
-        duplicates, crowded = _duplicates(documents.content, sketches, recipe)
+        drops = skips_unreadable or (not is_text and recipe.images.enabled)
+        faults = unreadable_documents(documents, sketches, drops=drops)
+        duplicates, crowded = _duplicates(documents.content, sketches, recipe, progress)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
         files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
         dropped = {name: np.flatnonzero(reasons == number) for number, name in enumerate(_REASONS) if number}
-        changed = write_kept(documents, job.new, reasons == 0, counts, sketches.changed(), index_only=index_only)
+        is_kept = reasons == 0
+        progress.begin("writing", int(is_kept.sum()), "documents")
+        changed = write_kept(
+            documents,
+            job.new,
+            is_kept,
+            counts,
+            sketches.changed(),
+            index_only=index_only,
+            advance=progress.advance,
+        )
+        progress.begin("reporting", 1, "pages")
         result = CleanResult(
             documents=len(sketches),
-            kept=int(np.sum(reasons == 0)),
+            kept=int(is_kept.sum()),
             dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
             changed=changed,
             masked=sketches.masked(),
             languages=_languages(sketches),
             crowded=crowded,
+            benchmark_items=len(benchmarks.places),
+            unchecked_items=benchmarks.unchecked,
             recipe=recipe,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(steps, sort_keys=True).encode()),
             sketch=sketch,
+            distributions=distributions_of(documents.content, sketches.measures_by_chunk(), is_kept, recipe),
         )
         # the report shows no personal data that the data set has no more
         pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
+        quoting = dropped[CONTAMINATED]
+        texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
+        quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
         with new_file(job.new / DROPPED_FILE) as file:
-            for record in _dropped(reasons, sketches, pairs, duplicates):
+            for record in _dropped(reasons, sketches, pairs, duplicates, quotes, faults):
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         page = job.new / "report.html"
-        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
+        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 
-def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
+def _duplicates(
+    content: Content, sketches: Sketches, recipe: CleanRecipe, progress: Progress
+) -> tuple[Duplicates, int]:
     """Duplicates among the documents that are left, and how many had too many candidates."""
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
-    excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
-    near, crowded = near_documents(content, sketches, recipe.dedup, excluded)
+    near, crowded = near_documents(content, sketches, recipe.dedup, exact.document, progress=progress)
     is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
     return exact[~is_copy] + near_too + near, crowded
 
@@ -169,10 +211,24 @@ def _languages(sketches: Sketches) -> dict[str, int]:
 
 
 def _dropped(
-    reasons: NDArray[np.uint8], sketches: Sketches, pairs: PlacedPairs, duplicates: Duplicates
+    reasons: NDArray[np.uint8],
+    sketches: Sketches,
+    pairs: PlacedPairs,
+    duplicates: Duplicates,
+    quotes: Iterator[dict[str, Any]],
+    faults: Mapping[int, str],
 ) -> Iterator[dict[str, Any]]:
-    """A record of each dropped document: its place, the reason, and what explains it."""
-    values, languages, faults = sketches.values(), sketches.languages(), sketches.faults()
+    """A record of each dropped document: its place, the reason, and what explains it.
+
+    Args:
+        reasons: Of each document, uint8 [documents].
+        sketches: Of all documents.
+        pairs: Says where documents are.
+        duplicates: Documents that were dropped as copies.
+        quotes: What each document quotes that was dropped for it.
+        faults: Why documents could not be read, by their number.
+    """
+    values, languages = sketches.values(), sketches.languages()
     copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
     for document in np.flatnonzero(reasons).tolist():
         reason = _REASONS[reasons[document]]
@@ -180,8 +236,10 @@ def _dropped(
         if reason in (EXACT, NEAR):
             of, similarity = next(copies)
             record |= {"duplicate_of": pairs.place(of), "similarity": round(similarity, 4)}
+        elif reason == CONTAMINATED:
+            record |= next(quotes, {})  # none if the file has changed meanwhile, which ends the job
         elif reason == UNREADABLE:
-            record["fault"] = faults[document]
+            record = unreadable_record(pairs, document, faults[document])
         elif reason.startswith(("filter.", "images.")):
             record["value"] = round(float(values[document]), 4)
             if languages[document]:

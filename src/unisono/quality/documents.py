@@ -10,32 +10,35 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.jsonl import row_of_line
-from unisono.data.convert.formats.table import describe_value, open_source
+from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
 from unisono.data.image.decoding import image_format
+from unisono.data.text_encoding import encoding_of
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
+from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.parquet_rows import example_row, parquet_rows
+from unisono.quality.progress import Advance, ignore
+from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
-if TYPE_CHECKING:
-    from unisono.quality.sketch_folder import Sketches
-
 Content = Literal["text", "images"]
 TEXT: Final = "text"  # column of the documents where no other is named
 FOLDER: Final = "folder"  # field of a file that is one document: the folder that it lies in
 WHOLE_FILE: Final = "file"
+PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
 _LOG: Final = logging.getLogger("unisono")
@@ -103,56 +106,66 @@ class Documents:
     skips_unreadable: bool = False
     rows_without: str | None = None
 
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for file in self.files)
+
     def __iter__(self) -> Iterator[Document]:
-        """The documents.
+        """The documents. Raises DataError as ``read``."""
+        return self.read(ignore)
+
+    def read(self, advance: Advance) -> Iterator[Document]:
+        """The documents; ``advance`` is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file is damaged, or a row has no text or image.
         """
         for number, file in enumerate(self.files):
-            for row, found in enumerate(self._contents(file)):
+            meter = FileMeter(file.size, advance)
+            for row, found in enumerate(self._contents(file, meter)):
+                if file.whole is not None:
+                    meter.end()
                 if isinstance(found, str):
                     yield Document(number, row, found.encode("utf-8", "surrogatepass"))
                 elif isinstance(found, bytes):
                     yield Document(number, row, found)
                 elif self.skips_unreadable:
-                    yield Document(number, row, b"", "; ".join(problem.given for problem in found.problems))
+                    yield Document(number, row, b"", _fault(found))
                 else:
                     raise found
+            meter.end()
 
-    def _contents(self, file: InputFile) -> Iterator[str | bytes | DataError]:
+    def _contents(self, file: InputFile, meter: FileMeter = UNMETERED) -> Iterator[str | bytes | DataError]:
         if self.rows_without is not None:
             field = self.rows_without
-            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None))
-        return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
+            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None, meter))
+        return _texts(file, self.column, meter) if self.content == TEXT else _images(file, self.column, meter)
 
-    def values(self, field: str) -> Iterator[Any]:
-        """The value of a field of the tables, of each document.
+    def values(self, field: str, faults: dict[int, str], advance: Advance = ignore) -> Iterator[Any]:
+        """The value of a field of the tables, of each document; None of one without, if such are skipped.
 
-        A file that is one document has the field ``folder``; image records have ``targets``, the name or number of their class.
+        A file that is one document has the field ``folder``: its folder within the one that was given, and the name of that one
+        for files that lie in it directly. Image records have ``targets``, the name or number of their class.
+
+        Args:
+            field: The field.
+            faults: Gets why a document has no value, by its number.
+            advance: Is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
-            DataError: A file or row has no such field, or its value is no string, number or truth value.
+            DataError: A file has no such field. Or, unless such are skipped, a row has none, or its value is no string, number or
+                truth value.
         """
-        for file in self.files:
-            if file.whole is not None:
-                if field != FOLDER:
-                    raise _refused(
-                        f"field {quoted(field)} of {file.path}, a file that is one document",
-                        "rows of tables have fields; of a file alone the only field is its folder",
-                        f"{quoted(FOLDER)}, or a table",
-                    )
-                yield str(Path(file.name).parent)
-                continue
-            if field == TARGETS and has_image_records(file):
-                yield from record_classes(file.path)
-                continue
-            for number, row in enumerate(_rows(file, field)):
-                if isinstance(row, DataError):
-                    raise row
-                if not isinstance(row.get(field), str | int | float):
-                    raise _no_value(file, number, field, row, "a class or a group is a string or a number")
-                yield row[field]
+        values = (value for file in self.files for value in _values(file, field, FileMeter(file.size, advance)))
+        for document, value in enumerate(values):
+            if not isinstance(value, DataError):
+                yield value
+            elif self.skips_unreadable:
+                faults[document] = _fault(value)
+                yield None
+            else:
+                raise value
 
     def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
         """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
@@ -173,7 +186,7 @@ class Documents:
             except OSError:
                 is_same = False
             if not is_same:
-                raise _refused(
+                raise refused(
                     f"{file.path}, which has changed meanwhile",
                     "a data set stays as it is while it is read",
                     "the same command again, with another folder for the results",
@@ -184,34 +197,15 @@ class Documents:
         return self.files[file].name + (f", row {row}" if self.files[file].whole is None else "")
 
     def identity(self) -> list[Any]:
-        """By which a change of the files is seen."""
-        return [
-            self.content,
-            self.column,
-            self.skips_unreadable,
-            [(file.name, file.size, file.mtime_ns) for file in self.files],
-        ]
+        """By which a change of the files is seen. Whether unreadable documents are skipped is said beside it, to ``open_job``."""
+        files = [(file.name, file.size, file.mtime_ns) for file in self.files]
+        return [self.content, self.column, self.files_of_path, files]
 
 
 def require_text(documents: Documents) -> None:
     """Raise DataError for images."""
     if documents.content != TEXT:
-        raise _refused(
-            f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text"
-        )
-
-
-def require_readable(documents: Documents, sketches: Sketches, *, drops: bool) -> None:
-    """Raise DataError if images could not be decoded, unless such are dropped. Text without fault has been read before."""
-    faults = {} if drops else sketches.faults()
-    if faults:
-        number, fault = min(faults.items())
-        files, rows = sketches.places()
-        raise _refused(
-            f"{documents.place(int(files[number]), int(rows[number]))}: {fault}; {len(faults):,} images in all",
-            "documents can be read",
-            "without these; data clean and data dedup --on-error skip drop them",
-        )
+        raise refused(f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text")
 
 
 def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_unreadable: bool = False) -> Documents:
@@ -248,7 +242,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
         DataError: A path is not there, or a folder has no files.
     """
     if not paths:
-        raise _refused(
+        raise refused(
             "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
         )
     common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
@@ -257,7 +251,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     for path in paths:
         found, fault = look_up(path)
         if fault or not os.path.exists(found):
-            raise _refused(
+            raise refused(
                 f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
                 "documents are in tables, in files of text or images, or in folders of these",
                 "its path",
@@ -269,7 +263,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise _refused(
+        raise refused(
             f"files that are given twice: {listed(map(quoted, twice))}",
             "each document is read once",
             "each path once; of a folder not also the files in it",
@@ -282,14 +276,12 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
         corpus = find_corpus(str(folder))
     except DataError:
         if not any(path.is_file() for path in folder.rglob("*")):
-            raise _refused(
-                f"{folder}, which has no files", "documents are in files", "a folder that has some"
-            ) from None
+            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
         raise
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
     images = [file for file in corpus.files if _is_image_name(file.path)]
     if tables and images:
-        raise _refused(
+        raise refused(
             f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
             "a folder holds tables, or images, or files of text",
             f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
@@ -328,7 +320,7 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
         if (content := _content_of_file(file, column)) is not None:
             content_of.setdefault(content, file)
     if len(content_of) > 1:
-        raise _refused(
+        raise refused(
             f"texts and images: {' and '.join(str(file.path) for file in content_of.values())}",
             "one data set is made of texts or of images",
             "each by itself",
@@ -338,16 +330,16 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
 
 
 def _content_of_file(file: InputFile, column: str | None) -> Content | None:
-    """None of a table without rows, or whose first row cannot be read: reading it then says so."""
+    """None of a table without rows, or whose first row cannot be read (reading it then says so), or without a value."""
     if file.whole is not None:
         return "images" if _is_image_name(file.path) else "text"
     try:
-        row = next(iter(open_file(file.path, file.kind).rows), None)
+        row = _first_row(file)
     except DataError:
         return None
-    if row is None:
+    value = None if row is None else row.get(column or image_column(row) or TEXT)
+    if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
-    value = row.get(column or image_column(row) or TEXT)
     is_image = isinstance(value, bytes) and image_format(_image_in(value, file)) is not None
     return "images" if is_image else "text"
 
@@ -355,6 +347,13 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
 def _image_in(value: bytes, file: InputFile) -> bytes:
     """The encoded image that a value of a table is; of an image record without its header."""
     return (image_of_record(value) or value) if file.kind == RECORDS else value
+
+
+def _first_row(file: InputFile) -> Row | None:
+    """The first row of a table, or one that stands for it; None without rows. Raises DataError."""
+    if file.kind == PARQUET:
+        return example_row(file.path)
+    return next(iter(open_file(file.path, file.kind).rows), None)
 
 
 def has_image_records(file: InputFile) -> bool:
@@ -372,7 +371,7 @@ def _absolute(path: str | Path) -> Path:
 
 def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
     if kind_of_name(path) == ".mindrecord" != path.suffix:
-        raise _refused(
+        raise refused(
             f"{path}, one of a set of MindRecord files",
             "such a set is read as a whole",
             "unisono data convert, to one file",
@@ -381,45 +380,58 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
     return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, whole=whole)
 
 
-def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
+def _folder_name(file: InputFile, entry: SourceFile) -> str:
+    """The same for the same folder of a class, whichever of several folders with such folders it lies in."""
+    within = os.path.dirname(entry.path)
+    return within or _absolute(file.path).parent.name
+
+
+def _texts(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[str | DataError]:
     """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
     if file.whole is not None:
         yield _file_text(file, *file.whole)
         return
-    if file.kind == ".jsonl":
-        column = column or text_field_of_lines(file)
-    for number, row in enumerate(_rows(file, column)):
+    if file.kind in (".jsonl", PARQUET):
+        column = column or text_field(file)
+    for number, row in enumerate(_rows(file, column, meter)):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
 
 
-def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
+def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row | DataError]:
     """The rows of a table. Only a field that is named is read, where the format allows: others may hold what no row can."""
+    if file.kind == PARQUET:
+        yield from parquet_rows(file.path, None if field is None else [field], meter)
+        return
     if file.kind != ".jsonl" or field is None:
-        yield from open_file(file.path, file.kind, None if field is None else [field]).rows
+        yield from meter.rows(open_file(file.path, file.kind, None if field is None else [field]))
         return
     with open_source(file.path) as source:
         offset = 0
         for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
+            meter.add(len(line))
             try:
                 yield row_of_line(line, file.path, number, offset, [field])
             except DataError as error:
-                if len(line) > MAX_RECORD_BYTES:  # the rest of the line would count as others
+                # the rest of the line would count as others; or none of the lines can be read
+                if len(line) > MAX_RECORD_BYTES or (number == 1 and encoding_of(line)):
                     raise
                 yield error
             offset += len(line)
 
 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
+    raw = b""
     try:
         with corpus.open(entry) as opened:
-            return read_text(opened.read(), python_source=file.path.suffix == ".py")
+            raw = opened.read()
+        return read_text(raw, python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
-        return _refused(
+        return not_utf8_error(file.path, "", 0, raw) or refused(
             f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
         )
 
 
-def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
+def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
     if file.whole is not None:
         corpus, entry = file.whole
@@ -427,9 +439,11 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             with corpus.open(entry) as opened:
                 yield opened.read()
         except OSError as error:
-            yield _refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
+            yield refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
-    for number, row in enumerate(_rows(file, column)):
+    if file.kind == PARQUET:
+        column = column or image_column(example_row(file.path)) or "image"
+    for number, row in enumerate(_rows(file, column, meter)):
         if isinstance(row, DataError):
             yield row
             continue
@@ -441,6 +455,32 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             yield _no_value(file, number, name, row, "a document is an encoded image")
 
 
+def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
+    """The value of a field of each document of a file, or a DataError that says why it has none."""
+    if file.whole is not None:
+        if field != FOLDER:
+            raise refused(
+                f"field {quoted(field)} of {file.path}, a file that is one document",
+                "rows of tables have fields; of a file alone the only field is its folder",
+                f"{quoted(FOLDER)}, or a table",
+            )
+        meter.end()
+        yield _folder_name(file, file.whole[1])
+        return
+    if field == TARGETS and has_image_records(file):
+        yield from record_classes(file.path)
+        meter.end()
+        return
+    for number, row in enumerate(_rows(file, field, meter)):
+        if isinstance(row, DataError):
+            yield row
+        elif isinstance(row.get(field), str | int | float):
+            yield row[field]
+        else:
+            yield _no_value(file, number, field, row, "a class or a group is a string or a number")
+    meter.end()
+
+
 def image_column(row: Row) -> str | None:
     """The field of the image where none is named: the only one of bytes; None if it is not clear."""
     fields = [name for name, value in row.items() if isinstance(value, bytes)]
@@ -449,26 +489,49 @@ def image_column(row: Row) -> str | None:
 
 def _row_as_json(row: Row, without: str) -> str:
     """The values of a row in the order of the fields' names; of bytes and of large arrays, which cannot be read, the digest."""
-    values = {name: value for name, value in row.items() if name not in (without, _KEY)}
+    values = {name: _short(value) for name, value in row.items() if name not in (without, _KEY)}
     return json.dumps(values, sort_keys=True, ensure_ascii=False, default=_as_json)
 
 
+def _short(value: Any) -> Any:
+    """A long list of numbers as an array; any other value itself."""
+    if not isinstance(value, list) or len(values := cast("list[Any]", value)) <= _SHOWN_VALUES:
+        return value
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of lists of different lengths
+        return values
+    return array if array.dtype.kind in "biuf" else values
+
+
 def _as_json(value: Any) -> Any:
-    array: NDArray[Any] | None = None if isinstance(value, bytes) else np.asarray(value)
-    if array is not None and array.size <= _SHOWN_VALUES:
-        return array.tolist()
-    content = value if array is None else np.ascontiguousarray(array).tobytes()
-    kind = "bytes" if array is None else f"{array.dtype}{list(array.shape)}"
+    if isinstance(value, bytes):
+        content, kind = value, "bytes"
+    elif isinstance(value, np.ndarray | np.generic):
+        array: NDArray[Any] = np.asarray(value)
+        if array.size <= _SHOWN_VALUES:
+            return array.tolist()
+        content, kind = np.ascontiguousarray(array).tobytes(), f"{array.dtype}{list(array.shape)}"
+    else:  # such as a time or a decimal number
+        return str(value)
     return f"{kind} of {len(content):,} bytes, BLAKE2b {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
-def text_field_of_lines(file: InputFile) -> str:
-    """The field of the text in a JSONL file, by its first line; ``text`` if that does not tell it."""
+def text_field(file: InputFile) -> str:
+    """The field of the text where none is named: of Parquet by its columns, of other tables by the first row.
+
+    It is ``text`` without rows, and if the first line of JSONL does not tell it.
+
+    Raises:
+        DataError: It is not clear, or the file is damaged.
+    """
     try:
-        row = next(iter(open_file(file.path, file.kind).rows), None)
+        row = _first_row(file)
         return TEXT if row is None else text_column(row, file)
-    except DataError:  # of this line, which is named where it is read
-        return TEXT
+    except DataError:
+        if file.kind != ".jsonl":
+            raise
+        return TEXT  # the line is named where it is read
 
 
 def text_column(row: Row, file: InputFile) -> str:
@@ -479,7 +542,7 @@ def text_column(row: Row, file: InputFile) -> str:
         fields = [name for name, value in row.items() if isinstance(value, kind)]
         if len(fields) == 1:
             return fields[0]
-    raise _refused(
+    raise refused(
         f"{file.path}, whose fields are {listed(map(quoted, row))}",
         "of a table one field is the text: 'text', or the only string",
         "--column NAME",
@@ -500,10 +563,10 @@ def _row_text(row: Row, name: str, file: InputFile, number: int) -> str | DataEr
 
 def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> DataError:
     why = describe_value(row[name]) if name in row else "it is missing"
-    return _refused(
+    return refused(
         f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
     )
 
 
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
+def _fault(error: DataError) -> str:
+    return "; ".join(problem.given for problem in error.problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,17 +13,19 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from unisono.data.provenance import REPORT_FILE
 from unisono.errors import ConfigError, Problem
 from unisono.storage.directory import make_folder
-from unisono.storage.files import is_inside, write_atomically
+from unisono.storage.files import is_inside, os_reason, write_atomically
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.limits import LimitError, read_json
 
 T = TypeVar("T")
-REPORT_FILE: Final = "report.json"  # written last: its job is done
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SKIPS: Final = "skips_unreadable"
 
 
 class JobFolder:
@@ -38,11 +41,18 @@ class JobFolder:
         self._path = path
         self.sketches = path / _WORK / "sketches"
         self.new = path / _WORK / "new"
+        self._old = path / _WORK / "old"
         self.is_done = (path / REPORT_FILE).exists()
-        if not self.is_done:
-            shutil.rmtree(self.new, ignore_errors=True)
-            make_folder(self.sketches)
-            make_folder(self.new)
+        for name in (REPORT_FILE, _JOB_FILE):  # a job that was killed while it wrote them
+            for left in path.glob(f"{name}.tmp-*"):
+                left.unlink()
+        if self.is_done:
+            shutil.rmtree(path / _WORK, ignore_errors=True)  # of one that was killed after its report
+            return
+        for folder in (self.new, self._old):
+            shutil.rmtree(folder, ignore_errors=True)
+            make_folder(folder)
+        make_folder(self.sketches)
 
     def result(self, kind: type[T], **others: Any) -> T:
         """The result of a job that is done: its report as ``kind``, with other fields.
@@ -59,28 +69,33 @@ class JobFolder:
             ) from error
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Move the results from ``new`` into the folder, write the report and delete the intermediate files."""
+        """Move the results from ``new`` into the folder, write the report, which says that the job is done, and delete the
+        intermediate files."""
         for entry in sorted(self.new.iterdir()):
             place = self._path / entry.name
-            if place.is_dir():  # of a job that was killed here
-                shutil.rmtree(place)
+            if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files
+                place.rename(self._old / entry.name)
             entry.rename(place)
         write_atomically(self._path / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
         shutil.rmtree(self._path / _WORK)
 
 
 @contextmanager
-def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) -> Generator[JobFolder]:
+def open_job(
+    path: Path, identity: Mapping[str, Any], inputs: Sequence[Path], *, skips_unreadable: bool = False
+) -> Generator[JobFolder]:
     """Make or reopen the folder of a job.
 
     Args:
         path: The folder.
         identity: All that determines the results; JSON.
         inputs: What the job reads, none of which may lie in the folder, or the folder in it.
+        skips_unreadable: Whether what cannot be read is left out. A job for which it was an error goes on so: what it has made
+            until then has nothing of that kind.
 
     Raises:
-        ConfigError: It holds other files, or results of a job with another identity, or another process works in it.
-        OSError: It cannot be written.
+        ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
+            cannot be written.
     """
     for source in inputs:
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
@@ -91,7 +106,7 @@ def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) ->
             )
     if path.exists() and not path.is_dir():
         raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")
-    text = json.dumps(identity, sort_keys=True)
+    wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
     job = path / _JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
     if (
@@ -100,20 +115,38 @@ def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) ->
         and any(name != _LOCK_FILE and _JOB_FILE not in name for name in os.listdir(path))
     ):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
-    make_folder(path)
-    lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
     try:
-        if not job.exists():
-            write_atomically(job, text.encode() + b"\n")
-        elif _content(job) != json.loads(text):
-            raise _refused(
-                f"{path}, which has results of other inputs or settings",
-                "a folder holds the results of one job; the same job goes on there",
-                "the inputs and settings as they were, or another folder",
-            )
-        yield JobFolder(path)
-    finally:
-        lock.close()
+        make_folder(path)
+        lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
+        try:
+            found = _content(job) if job.exists() else wanted
+            if found != wanted and found != {**wanted, _SKIPS: False}:
+                raise _refused(
+                    f"{path}, which has results of other inputs or settings",
+                    "a folder holds the results of one job; the same job goes on there",
+                    "the inputs and settings as they were, or another folder",
+                )
+            if not job.exists() or (found != wanted and not (path / REPORT_FILE).exists()):
+                write_atomically(job, json.dumps(wanted, sort_keys=True).encode() + b"\n")
+            yield JobFolder(path)
+        finally:
+            lock.close()
+    except OSError as error:
+        if not _is_of(path, error):
+            raise
+        raise ConfigError(
+            given=f"{path}, which cannot be written: {os_reason(error)}",
+            rule="results are written into a folder, which needs room for them and for intermediate files",
+            consequence="the job is not finished",
+            nearest="room there, and the right to write there; then the same command goes on",
+        ) from error
+
+
+def _is_of(path: Path, error: OSError) -> bool:
+    """Whether a folder cannot be written, and not something else read."""
+    if error.errno in _NO_ROOM:
+        return True
+    return isinstance(error.filename, str | bytes | os.PathLike) and is_inside(path, Path(os.fsdecode(error.filename)))
 
 
 def _content(path: Path) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final
@@ -14,22 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
+from unisono.data.kept_rows import KEPT_FOLDER, KeptFile, write_kept_files
+from unisono.data.provenance import DATA_FOLDER
+from unisono.data.rows_of_files import stamp_of
+from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
 from unisono.quality.documents import (
+    PARQUET,
     WHOLE_FILE,
     Documents,
     InputFile,
     has_image_records,
     text_column,
-    text_field_of_lines,
+    text_field,
 )
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
-from unisono.quality.label_values import label_like
+from unisono.quality.labels.values import label_like
+from unisono.quality.parquet_rows import write_kept_parquet
+from unisono.quality.progress import Advance, ignore
+from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 from unisono.tasks.sources import TARGETS
 
-DATA_FOLDER: Final = "data"
 WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
 
 
@@ -42,11 +51,13 @@ def write_kept(
     *,
     label: str | None = None,
     index_only: bool,
+    advance: Advance = ignore,
 ) -> int:
-    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers, int64.
+    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers (see ``data.kept_rows``).
 
-    Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte; rows of other formats
-    are read and written. ``data`` leaves out a file without kept rows. The names of the classes of image records go with them.
+    Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte, and rows of Parquet
+    stay as pyarrow has them; rows of other formats are read and written. ``data`` leaves out a file without kept rows. The names
+    of the classes of image records go with them.
 
     Args:
         documents: The data set.
@@ -57,6 +68,7 @@ def write_kept(
         label: The field whose values ``changed`` has, as text, each of which becomes a value of the type of the one before.
             None: it has texts.
         index_only: Whether to write only the numbers.
+        advance: Is told the kept documents that are written.
 
     Returns:
         The number of kept documents that are changed.
@@ -64,24 +76,32 @@ def write_kept(
     Raises:
         DataError: A file cannot be read or written in its format, or a label is none of the type of those of its file.
     """
-    new_texts = _NewTexts(changed)
+    new_texts = _NewTexts(changed, advance)
     for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
         kept = is_kept[end - count : end]
-        with new_file(_place(folder / "kept" / f"{file.name}.npy")) as index:
+        with new_file(_place(folder / KEPT_FOLDER / f"{file.name}.npy")) as index:
             np.save(index, np.flatnonzero(kept).astype(np.int64))
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
             _write_file(file, _place(folder / DATA_FOLDER / file.name), kept, texts, documents.column, label)
         for _ in texts:  # which no file has read
             pass
+    write_kept_files(folder, list(_kept_files(documents, is_kept, counts)))
     return new_texts.count
+
+
+def _kept_files(documents: Documents, is_kept: NDArray[np.bool_], counts: NDArray[np.int64]) -> Iterator[KeptFile]:
+    for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
+        kept = int(is_kept[end - count : end].sum())
+        yield KeptFile(name=file.name, stamp=stamp_of(file.size, file.mtime_ns), rows=int(count), kept=kept)
 
 
 class _NewTexts:
     """New texts or labels, which are read once and in order, file by file."""
 
-    def __init__(self, changed: Iterable[tuple[int, bytes]]) -> None:
+    def __init__(self, changed: Iterable[tuple[int, bytes]], advance: Advance) -> None:
         self._rest = iter(changed)
+        self._advance = advance
         self._next = next(self._rest, None)
         self.count = 0
 
@@ -96,6 +116,7 @@ class _NewTexts:
                 yield text
             else:
                 yield None
+            self._advance(1)
 
 
 def require_writable(documents: Documents) -> None:
@@ -137,11 +158,16 @@ def _write_file(
         with open_regular(file.path) as source, new_file(target) as copy:
             if file.kind == WHOLE_FILE:
                 text = next(texts)
-                copy.write(source.read() if text is None else text)
+                copy.write(source.read() if text is None else _file_content(file, text))
                 return
-            name = column or text_field_of_lines(file)
+            name = column or text_field(file)
             for line, text in zip(compress(source, kept), texts, strict=True):
                 copy.write(line if text is None else _with_text(line, name, label, text))
+        return
+    if file.kind == PARQUET:
+        name = label or column or text_field(file)
+        change = partial(_changed_value, is_label=label is not None)
+        write_kept_parquet(file.path, target, kept, texts, name, change)
         return
     table = open_file(file.path, file.kind)
     rows = zip(compress(table.rows, kept), texts, strict=True)
@@ -156,9 +182,23 @@ def _write_file(
         copy_class_names(file.path, target)
 
 
+def _file_content(file: InputFile, text: bytes) -> bytes:
+    """A file with another text: in UTF-8, or of Python source in the encoding that it declares. Raises DataError."""
+    if file.path.suffix != ".py":
+        return text
+    try:
+        return encode_source(text.decode("utf-8", "surrogatepass"))
+    except UndecodableError as error:
+        raise refused(
+            f"{file.path}, whose new text cannot be written in the encoding that it declares: {error}",
+            "Python source is in the encoding that it declares (PEP 263)",
+            "the file in UTF-8, without that declaration, or without the step that changes its text so",
+        ) from error
+
+
 def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:
     """The line with another text, or another label. All other values stay as they are written."""
-    row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
     new = text.decode("utf-8", "surrogatepass")
     if label is None:
         row[column] = msgspec.Raw(as_json(new))
@@ -176,8 +216,13 @@ def as_json(value: Any) -> bytes:
 
 
 def _row_with_text(row: Row, file: InputFile, column: str | None, label: str | None, text: bytes) -> Row:
+    name = label or column or text_column(row, file)
+    return {**row, name: _changed_value(row[name], text, is_label=label is not None)}
+
+
+def _changed_value(value: Any, text: bytes, *, is_label: bool) -> Any:
+    """The text, or the label of that name, in the place of a value: of its type."""
     new = text.decode("utf-8", "surrogatepass")
-    if label is not None:
-        return {**row, label: label_like(new, row[label])}
-    name = column or text_column(row, file)
-    return {**row, name: text if isinstance(row[name], bytes) else new}
+    if is_label:
+        return label_like(new, value)
+    return text if isinstance(value, bytes) else new

@@ -13,17 +13,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
-from unisono.quality.comparison import near_documents
-from unisono.quality.documents import find_documents, require_readable
+from unisono.quality.documents import find_documents
+from unisono.quality.duplicates.comparison import near_documents
+from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
-from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
-from unisono.quality.placed_pairs import PlacedPairs
-from unisono.quality.sketch_folder import sketch_all
-from unisono.quality.sketches import sketch_version
+from unisono.quality.progress import SILENT, Progress
+from unisono.quality.unreadable import unreadable_documents, write_unreadable
 
 _PAIRS_FILE: Final = "pairs.jsonl"
 
@@ -35,19 +38,21 @@ class SplitLeaks:
     Attributes:
         path: Its path.
         documents: Number of its documents.
-        exact: Of these, documents whose text is in a split before it.
+        unreadable: Of these, documents that could not be read and were left out.
+        exact: Documents whose text is in a split before it.
         near: Documents that are near one of a split before it.
     """
 
     path: str
     documents: int
+    unreadable: int
     exact: int
     near: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeakResult:
-    """The outcome.
+    """Leaks of evaluation sets, as numbers and pairs.
 
     Attributes:
         splits: In the order given; the first, the training set, has no leaks.
@@ -70,7 +75,9 @@ def find_leaks(
     options: DuplicateOptions | None = None,
     crops: bool | None = None,
     column: str | None = None,
+    skips_unreadable: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> LeakResult:
     """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
 
@@ -78,11 +85,13 @@ def find_leaks(
         train: The training set: a table, a text file, an image or a folder of these.
         others: Evaluation sets.
         out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row numbers of each file
-            without its leaking documents, as ``.npy``. None: nothing is written.
+            without its leaking documents, as ``.npy``; ``dropped.jsonl`` has those that were left out. None: nothing is written.
         options: What counts as the same document.
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text or image in tables; see ``find_documents``.
+        skips_unreadable: Whether documents that cannot be read are left out, or an error.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -98,7 +107,7 @@ def find_leaks(
             consequence="nothing was compared",
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
-    documents = find_documents(paths, column=column)
+    documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     if documents.content == "images":
         options = replace(options, crops=crops is not False)
     require_settings_of(only_dedup(options), documents.content)
@@ -106,34 +115,39 @@ def find_leaks(
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"
-        job = stack.enter_context(open_job(folder, identity, paths))
+        job = stack.enter_context(open_job(folder, identity, paths, skips_unreadable=skips_unreadable))
         if job.is_done:
             pairs = map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())
             return job.result(LeakResult, pairs=list(pairs))
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
         documents.require_unchanged()
-        require_readable(documents, sketches, drops=False)
+        faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         files, rows = sketches.places()
         split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
         split_of = split_of_file[files]
         exact = exact_duplicates(sketches)
-        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of)
+        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
         leaks = _leaks(exact, near, split_of)
         pairs = PlacedPairs(documents, files, rows)
         result = LeakResult(
-            splits=tuple(_splits(paths, split_of, leaks)),
+            splits=tuple(_splits(paths, split_of, leaks, list(faults))),
             crowded=crowded,
             pairs=tuple(pairs.records(leaks)),
             options=options,
         )
         if out is not None:
-            is_kept = np.ones(len(sketches), np.bool_)
+            is_kept = sketches.reasons() == 0
             is_kept[leaks.document] = False
             counts = np.bincount(files, minlength=len(documents.files))
-            write_kept(documents, job.new, is_kept, counts, index_only=True)
+            progress.begin("writing", int(is_kept.sum()), "documents")
+            write_kept(documents, job.new, is_kept, counts, index_only=True, advance=progress.advance)
+            progress.begin("reporting", 1, "pages")
             pairs.write(job.new / _PAIRS_FILE, leaks)
-            write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs)
-            job.finish({name: value for name, value in asdict(result).items() if name != "pairs"})
+            write_unreadable(job.new, pairs, faults)
+            write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs, faults)
+            progress.advance(1)
+            report = {name: value for name, value in asdict(result).items() if name != "pairs"}
+            job.finish({**report, "inputs": cleaning_facts(map(str, paths))})
     return result
 
 
@@ -144,13 +158,17 @@ def _leaks(exact: Duplicates, near: Duplicates, split_of: NDArray[np.int64]) -> 
     return leaks + copies_of(exact[~crosses], leaks)[1]
 
 
-def _splits(paths: Sequence[Path], split_of: NDArray[np.int64], leaks: Duplicates) -> list[SplitLeaks]:
+def _splits(
+    paths: Sequence[Path], split_of: NDArray[np.int64], leaks: Duplicates, unreadable: Sequence[int]
+) -> list[SplitLeaks]:
     sizes = np.bincount(split_of, minlength=len(paths))
+    unread = np.bincount(split_of[list(unreadable)], minlength=len(paths))
     leaking = split_of[leaks.document]
     return [
         SplitLeaks(
             path=str(path),
             documents=int(sizes[split]),
+            unreadable=int(unread[split]),
             exact=int(np.sum(leaks.exact[leaking == split])),
             near=int(np.sum(~leaks.exact[leaking == split])),
         )

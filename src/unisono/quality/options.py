@@ -83,6 +83,11 @@ class DecontaminateOptions:
     against: tuple[str, ...] = option(
         (), "Files and folders of benchmarks, with their text in the field of the data's; empty = none."
     )
+    columns: tuple[str, ...] = option(
+        (),
+        "Fields of the benchmarks' texts, as question and answer, each of which is compared by itself; empty = the data's.",
+        applies_with="decontaminate.against",
+    )
     ngram: int = option(
         13, "Words in a row that a document may not share with them.", applies_with="decontaminate.against", ge=5, le=50
     )

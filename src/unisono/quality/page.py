@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quality.comparison import threshold_of
+from unisono.quality.distribution_charts import distribution_sections
 from unisono.quality.documents import Content
-from unisono.quality.near_duplicates import Duplicates
-from unisono.quality.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.comparison import threshold_of
+from unisono.quality.duplicates.near_duplicates import Duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
@@ -32,7 +33,7 @@ _BINS: Final = 40
 _MAX_BARS: Final = 50
 _OF_REASON: Final = 5  # documents that are shown
 _WORDS: Final = {
-    "dedup.exact": "copies of the same text",
+    "dedup.exact": "copies of the same content",
     "dedup.near": "near-duplicates",
     "decontaminate": "quotes of a benchmark",
 }
@@ -59,7 +60,7 @@ def write_clean_page(
         path: The file.
         name: Of the data set.
         content: What its documents are.
-        result: The outcome.
+        result: What is shown.
         duplicates: Documents that were dropped as copies.
         pairs: Says where documents are.
         dropped: Documents that each limit or step dropped.
@@ -72,12 +73,13 @@ def write_clean_page(
         figures.append(Figure("kept, with another text", f"{result.changed:,}"))
     figures += [Figure(f"{kind} replaced", f"{count:,}") for kind, count in result.masked.items()]
     sections = [
+        *distribution_sections(result.distributions, content),
         *_languages(result),
         *_similarities(duplicates, threshold_of(content, result.recipe.dedup)),
         *_clusters(duplicates),
         *_examples(pairs, duplicates, content),
         *_dropped(pairs, dropped, content),
-        *_unreadable(pairs, faults),
+        *unreadable_section(pairs, faults),
     ]
     if result.crowded:
         note = (
@@ -85,6 +87,7 @@ def write_clean_page(
             f"{_ALIKE[content]}; a near-duplicate among them may have been kept."
         )
         sections.append(Section(title="Not compared", note=note))
+    sections += _unchecked(result)
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
@@ -126,7 +129,20 @@ def _languages(result: CleanResult) -> list[Section]:
     return [Section(title="Languages", note=note, tables=[Table(head=("language", "documents", "share"), rows=rows)])]
 
 
-def _unreadable(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+def _unchecked(result: CleanResult) -> list[Section]:
+    """Items of benchmarks that are too short."""
+    if not result.unchecked_items:
+        return []
+    note = (
+        f"{sum(result.unchecked_items.values()):,} of {result.benchmark_items:,} items of the benchmarks have fewer than "
+        f"{result.recipe.decontaminate.ngram} words. Documents that quote them were not looked for."
+    )
+    rows = [[printable(file), f"{count:,}"] for file, count in result.unchecked_items.items()]
+    return [Section(title="Benchmarks", note=note, tables=[Table(head=("file", "items not looked for"), rows=rows)])]
+
+
+def unreadable_section(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+    """The first documents that could not be read, and why; no section if all could."""
     if not faults:
         return []
     shown = sorted(faults.items())[:_MAX_FAULTS]
@@ -180,47 +196,68 @@ def _examples(pairs: PlacedPairs, duplicates: Duplicates, content: Content) -> l
 
 
 def write_leak_page(
-    path: Path, content: Content, result: LeakResult, duplicates: Duplicates, pairs: PlacedPairs
+    path: Path,
+    content: Content,
+    result: LeakResult,
+    duplicates: Duplicates,
+    pairs: PlacedPairs,
+    faults: Mapping[int, str],
 ) -> None:
     """Write the report of a search for leaks to ``path``.
 
     Args:
         path: The file.
         content: What documents are.
-        result: The outcome.
+        result: What is shown.
         duplicates: The documents that leak.
         pairs: Says where documents are.
+        faults: Why documents were left out as unreadable, by their number.
     """
     leaking = len(duplicates)
     evaluated = sum(split.documents for split in result.splits[1:])
     rows = [
-        [printable(split.path), f"{split.documents:,}", f"{split.exact:,}", f"{split.near:,}"]
+        [printable(split.path), f"{split.documents:,}", f"{split.unreadable:,}", f"{split.exact:,}", f"{split.near:,}"]
         for split in result.splits
     ]
-    table = Table(head=("set", "documents", "same text in a set before it", "near one of a set before it"), rows=rows)
+    head = ("set", "documents", "not read", "same content in a set before it", "near one of a set before it")
+    table = Table(head=head, rows=rows)
     sections = [
         Section(title="Sets", tables=[table]),
         *_similarities(duplicates, threshold_of(content, result.options)),
         *_examples(pairs, duplicates, content),
+        *unreadable_section(pairs, faults),
     ]
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title="Leaks between sets",
         verdict=f"{leaking:,} of {evaluated:,} documents of the evaluation sets are in a set before theirs.",
-        figures=[Figure("documents compared", f"{sum(split.documents for split in result.splits):,}")],
+        figures=[
+            Figure("documents compared", f"{sum(split.documents - split.unreadable for split in result.splits):,}")
+        ],
         sections=sections,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def write_split_page(path: Path, name: str, content: Content, result: SplitResult) -> None:
-    """Write the report of a split to ``path``."""
+def write_split_page(
+    path: Path, name: str, content: Content, result: SplitResult, pairs: PlacedPairs, faults: Mapping[int, str]
+) -> None:
+    """Write the report of a split to ``path``.
+
+    Args:
+        path: The file.
+        name: Of the data set.
+        content: What its documents are.
+        result: The outcome.
+        pairs: Says where documents are.
+        faults: Why documents were left out as unreadable, by their number.
+    """
     rows = [
         [
             printable(part.name),
             f"{part.share:.3%}",
-            f"{part.documents / max(result.documents, 1):.3%}",
+            f"{part.documents / max(result.documents - result.unreadable, 1):.3%}",
             f"{part.documents:,}",
         ]
         for part in result.parts
@@ -240,6 +277,7 @@ def write_split_page(path: Path, name: str, content: Content, result: SplitResul
         ]
         layout = curve_layout("", "share of the part", height=320) | {"xaxis": {"type": "category"}, "barmode": "group"}
         sections.append(Section(title="Classes", charts=[{"id": "classes", "data": data, "layout": layout}]))
+    sections += unreadable_section(pairs, faults)
     figures = [
         Figure("documents", f"{result.documents:,}"),
         Figure("clusters", f"{result.clusters:,}"),
@@ -249,9 +287,16 @@ def write_split_page(path: Path, name: str, content: Content, result: SplitResul
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title=f"Parts of {printable(name)}",
-        verdict="No document is near one of another part"
-        + (f", except perhaps among {result.crowded:,} that {_ALIKE[content]}." if result.crowded else "."),
+        verdict=_split_verdict(content, result),
         figures=figures,
         sections=sections,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _split_verdict(content: Content, result: SplitResult) -> str:
+    """What was kept within one part: the comparison finds nearly all near-duplicates, not all (``near_duplicates``)."""
+    if not threshold_of(content, result.options):
+        return "Documents with the same content are in one part. Near-duplicates were not looked for."
+    crowded = f"; {result.crowded:,} that {_ALIKE[content]} may have more of them" if result.crowded else ""
+    return f"Near-duplicates that were found are in one part{crowded}."

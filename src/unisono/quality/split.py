@@ -13,20 +13,24 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.errors import DataError
-from unisono.quality.clusters import find_clusters
-from unisono.quality.documents import Documents, find_documents, require_readable
+from unisono.data.provenance import cleaning_facts
+from unisono.quality.documents import Documents, find_documents
+from unisono.quality.duplicates.clusters import find_clusters
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
+from unisono.quality.field_values import read_values
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.labels.values import read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
-from unisono.quality.provenance import cleaning_facts
-from unisono.quality.sketch_folder import sketch_all
-from unisono.quality.sketches import sketch_version
+from unisono.quality.progress import SILENT, Progress
+from unisono.quality.refused import refused
+from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
-MAX_CLASSES: Final = 10_000
-_RESERVED: Final = ("work", "job.json", "report.json", "report.html", ".lock")
+_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +52,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitResult:
-    """The outcome.
+    """Parts of a data set, and the clusters that they keep together.
 
     Attributes:
         documents: Number of documents.
+        unreadable: Of these, documents that could not be read and are in no part.
         clusters: Number of clusters, none of which is in two parts; a document alone is one.
         largest: Documents in the largest cluster.
         crowded: Documents that were not compared with all of their candidates, as there were too many.
@@ -60,6 +65,7 @@ class SplitResult:
     """
 
     documents: int
+    unreadable: int
     clusters: int
     largest: int
     crowded: int
@@ -77,12 +83,15 @@ def split(
     options: DuplicateOptions | None = None,
     crops: bool | None = None,
     column: str | None = None,
+    skips_unreadable: bool = False,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> SplitResult:
     """Split a data set: documents that are the same, near each other or of one group go into the same part.
 
-    The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``clean`` writes them, ``report.json`` and ``report.html``.
+    The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``clean`` writes them, ``report.json`` and ``report.html``,
+    and ``dropped.jsonl`` if documents were left out.
 
     Args:
         paths: Tables, text files, images or folders of these.
@@ -93,8 +102,10 @@ def split(
         options: What counts as the same document; its seed also draws which documents go where.
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text in tables; see ``find_documents``.
+        skips_unreadable: Whether documents that cannot be read, or lack a field, are left out, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -103,7 +114,7 @@ def split(
     """
     options = options or DuplicateOptions()
     _check_parts(parts)
-    documents = find_documents(paths, column=column)
+    documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     if documents.content == "images":
         options = replace(options, crops=crops is not False)
     require_settings_of(only_dedup(options), documents.content)
@@ -118,23 +129,31 @@ def split(
         "index_only": index_only,
         "sketch": sketch,
     }
-    with open_job(out, identity, paths) as job:
+    with open_job(out, identity, paths, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(SplitResult)
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
-        require_readable(documents, sketches, drops=False)
-        groups = None if group_field is None else documents.values(group_field)
-        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups)
-        classes, names = _classes(documents, class_field, len(sketches))
-        part_of = assign_parts(cluster_of, classes, [float(share) for share in parts.values()], options.seed)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
+        groups = None if group_field is None else _groups(documents, group_field, sketches, progress)
+        classes, names = _classes(documents, class_field, sketches, progress)
+        faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
+        is_read = sketches.reasons() == 0
+        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups, progress)
+        cluster_of = cluster_of[is_read]
+        part_of = np.full(len(sketches), -1)
+        shares = [float(share) for share in parts.values()]
+        part_of[is_read] = assign_parts(cluster_of, classes[is_read], shares, options.seed)
         documents.require_unchanged()
-        files, _ = sketches.places()
+        files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
+        progress.begin("writing", int(is_read.sum()), "documents")
         for number, name in enumerate(parts):
-            write_kept(documents, job.new / name, part_of == number, counts, index_only=index_only)
+            of_part = part_of == number
+            write_kept(documents, job.new / name, of_part, counts, index_only=index_only, advance=progress.advance)
+        progress.begin("reporting", 1, "pages")
         sizes = np.unique(cluster_of, return_counts=True)[1]
         result = SplitResult(
             documents=len(sketches),
+            unreadable=len(faults),
             clusters=len(sizes),
             largest=int(sizes.max(initial=0)),
             crowded=crowded,
@@ -149,7 +168,10 @@ def split(
             ),
             options=options,
         )
-        write_split_page(job.new / "report.html", out.name, documents.content, result)
+        pairs = PlacedPairs(documents, files, rows)
+        write_unreadable(job.new, pairs, faults)
+        write_split_page(job.new / "report.html", out.name, documents.content, result, pairs, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
@@ -195,22 +217,19 @@ def assign_parts(
     return part_of
 
 
-def _classes(documents: Documents, field: str | None, count: int) -> tuple[NDArray[np.int64], list[str]]:
+def _groups(documents: Documents, field: str, sketches: Sketches, progress: Progress) -> NDArray[np.int64]:
+    """The number of each document's group."""
+    return read_values(documents, field, sketches, lambda value: value, stage="reading groups", progress=progress)[0]
+
+
+def _classes(
+    documents: Documents, field: str | None, sketches: Sketches, progress: Progress
+) -> tuple[NDArray[np.int64], list[str]]:
     """The number of each document's class, and the names of the classes."""
     if field is None:
-        return np.zeros(count, np.int64), []
-    numbers: dict[str, int] = {}
-    classes = np.fromiter(
-        (numbers.setdefault(str(value), len(numbers)) for value in documents.values(field)), np.int64, count
-    )
-    if len(numbers) > MAX_CLASSES:
-        raise DataError(
-            given=f"field {quoted(field)} with {len(numbers):,} different values",
-            rule=f"classes are at most {MAX_CLASSES:,} values, of which each part gets its share",
-            consequence="nothing was written",
-            nearest="the field of the class; a field of a user or a source is a group",
-        )
-    return classes, list(numbers)
+        return np.zeros(len(sketches), np.int64), []
+    labels = read_labels(documents, field, sketches, stage="reading classes", progress=progress)
+    return labels.of, list(labels.names)
 
 
 def _counts(classes: NDArray[np.int64], names: Sequence[str]) -> dict[str, int]:
@@ -221,11 +240,7 @@ def _counts(classes: NDArray[np.int64], names: Sequence[str]) -> dict[str, int]:
 def _check_parts(parts: Mapping[str, Fraction]) -> None:
     if sum(parts.values()) != 1 or any(share <= 0 for share in parts.values()):
         given = ", ".join(f"{name}={float(share):g}" for name, share in parts.items())
-        raise _refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
+        raise refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
     for name in parts:
         if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
-            raise _refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
+            raise refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")

@@ -63,13 +63,13 @@ class FolderLock:
                     consequence="nothing was started",
                     nearest=nearest,
                 )
+            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            self._text = json.dumps(mine).encode() + b"\n"
+            os.pwrite(self._fd, self._text, 0)  # at no moment is the file empty
+            os.ftruncate(self._fd, len(self._text))
         except BaseException:
             os.close(self._fd)
             raise
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._text = json.dumps(mine).encode() + b"\n"
-        os.pwrite(self._fd, self._text, 0)  # at no moment is the file empty
-        os.ftruncate(self._fd, len(self._text))
         _HELD.add(self)
         if heartbeat or not has_locks:
             threading.Thread(target=self._beat, args=[path], name="unisono-folder-lock", daemon=True).start()

@@ -22,6 +22,7 @@ from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
 from unisono.storage.ownership import make_own_folder
 from unisono.tasks.columns import number_columns
+from unisono.tasks.held_out import held_out_ids
 from unisono.tasks.inputs import (
     EncodeLine,
     EncodeRow,
@@ -45,12 +46,11 @@ from unisono.tasks.sources import (
     first_sample,
     open_addresses,
     sample_files,
+    sample_rows,
     scan,
     token_shards,
 )
 from unisono.tasks.targets import IGNORED, check_columns
-
-_SPLIT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,9 @@ def language_data(
     """
     masked = task.kind == "masked_language_model"
     if held_out_only and data.eval:
-        data = replace(data, train=data.eval, weights=())
+        data = replace(
+            data, train=data.eval, weights=(), rows=(data.eval_rows, data.eval_rows) if data.eval_rows else ""
+        )
     if tokens is None:
         shards = token_shards(data.train, data)
         if shards is None:
@@ -138,7 +140,8 @@ def _shard_windows(
     """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
-    unread |= {"data.eval_fold": data.eval_fold, "data.sample_weights": data.sample_weights}
+    unread |= {"data.eval_fold": data.eval_fold, "data.eval_parts": data.eval_parts}
+    unread |= {"data.sample_weights": data.sample_weights, "data.rows": data.rows}
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",
@@ -298,43 +301,50 @@ def _parts(
 ) -> tuple[list[Dataset], Dataset, HeldOutRows]:
     """The sources of the training data, held-out data, and which samples these are.
 
-    Held-out data are ``data.eval``, or a share of the training data drawn at random. With ``held_out_only`` and ``data.eval``
+    Held-out data are ``data.eval``, or a share of the training data (``held_out_ids``). With ``held_out_only`` and ``data.eval``
     there are no sources.
     """
     if data.eval:
         parts = [] if held_out_only else _training_parts(data, columns, task)
-        held_out = open_addresses(data.eval, columns, data, task)
-        return parts, held_out, HeldOutRows(ids=np.arange(len(held_out)), total=len(held_out))
+        held_out = open_addresses(data.eval, columns, data, task, data.eval_rows)
+        ids, total = sample_rows(data.eval, data, data.eval_rows, len(held_out))
+        return parts, held_out, HeldOutRows(ids=ids, total=total)
     if data.weights:
         raise _no_eval_of_mixture()
-    train = open_addresses(data.train, columns, data, task)
-    held_out_ids = _held_out_numbers(len(train), data.eval_frac, data.eval_fold)
-    kept = np.setdiff1d(np.arange(len(train)), held_out_ids)
-    return [subset(train, kept)], subset(train, held_out_ids), HeldOutRows(ids=held_out_ids, total=len(train))
+    train = open_addresses(data.train, columns, data, task, data.train_rows)
+    ids = held_out_ids(data, task, len(train))
+    kept = np.setdiff1d(np.arange(len(train)), ids)
+    rows, total = sample_rows(data.train, data, data.train_rows, len(train))
+    return [subset(train, kept)], subset(train, ids), HeldOutRows(ids=rows[ids], total=total)
 
 
 def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> list[Dataset]:
     """The sources of the training data beside ``data.eval``: several in a mixture."""
     given = addresses(data.train) if data.weights else [data.train]
-    parts = [open_addresses(address, columns, data, task) for address in given]
+    parts = [open_addresses(address, columns, data, task, data.train_rows) for address in given]
     check_same_targets(data, task)
     return parts
 
 
 def _training_weights(
-    data: DataOptions, parts: list[Dataset], held_out_ids: NDArray[np.int64]
+    data: DataOptions, parts: list[Dataset], held_out: NDArray[np.int64]
 ) -> list[NDArray[np.float64]]:
-    """The weights of ``data.sample_weights`` for the samples of each part, without those held out; empty without."""
+    """The weights of ``data.sample_weights`` for the samples of each part, without those held out; empty without.
+
+    Weights are of all rows of the files, also of those that ``data.rows`` leaves out.
+    """
     if not data.sample_weights:
         return []
     given = addresses(data.train) if data.weights else [data.train]
     sizes = [len(part) for part in parts]
     if not data.eval:
-        sizes[0] += len(held_out_ids)
-    weights = read_sample_weights(data.sample_weights, [sample_files(address, data) for address in given], sizes)
+        sizes[0] += len(held_out)
+    rows = [sample_rows(address, data, data.train_rows, size) for address, size in zip(given, sizes, strict=True)]
+    files, totals = [sample_files(address, data) for address in given], [total for _, total in rows]
+    weights = read_sample_weights(data.sample_weights, files, totals)
     if not data.eval:
-        weights[0] = np.delete(weights[0], held_out_ids)
-    return weights
+        return [weights[0][np.setdiff1d(rows[0][0], held_out)]]
+    return [of_part[samples] for of_part, (samples, _) in zip(weights, rows, strict=True)]
 
 
 def _combined(
@@ -378,28 +388,6 @@ def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Call
         return None
     ignored = task.kind == "sequence_labelling" or task.kind == "masked_language_model"
     return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
-
-
-def _held_out_numbers(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
-    """Numbers of the samples that are held out: part ``fold`` of those in a random order, each ``eval_frac`` of them long."""
-    if size < 2:
-        raise DataError(
-            given=f"training data of {size} sample and no data.eval",
-            rule="a share of the samples is held out, at least one, and at least one is trained on",
-            consequence="there is nothing to train or to evaluate on",
-            nearest="more data, or data.eval=ADDRESS",
-        )
-    if fold and eval_frac * size < 1 - 1e-9:
-        raise DataError(
-            given=f"data.eval_fold={fold} with data.eval_frac={eval_frac:g} of {size} samples",
-            rule="a part has one sample or more",
-            consequence="there is nothing to evaluate on",
-            nearest="more data, or a larger data.eval_frac",
-        )
-    first, end = round(fold * eval_frac * size), round((fold + 1) * eval_frac * size)
-    if not fold:
-        end = min(max(1, end), size - 1)
-    return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[first:end])
 
 
 def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple[Dataset, Dataset]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.data.combined import concatenated, mapped
 from unisono.data.convert.formats.csv import separator_hint
 from unisono.data.dataset import Batch, Dataset, location_of, read_samples
+from unisono.data.kept_rows import kept_samples, read_kept_rows
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.sources import open_source, source_files, source_groups, source_paths
 from unisono.data.tokens.shards import TokenSet, open_tokens
@@ -65,10 +67,10 @@ def train_groups(data: DataOptions) -> list[tuple[str, ...]]:
 
 
 def open_addresses(
-    given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions
+    given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions, rows: str | None
 ) -> Dataset:
-    """All samples at the addresses; ``targets`` are numbers of the task's classes, or standardised."""
-    parts = [_with_targets(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
+    """All samples at the addresses, or those in ``rows``; ``targets`` are numbers of the task's classes, or standardised."""
+    parts = [_with_targets(open_group(group, columns, data, task, rows), task) for group in groups_of(given, data)]
     return parts[0] if len(parts) == 1 else concatenated(parts)
 
 
@@ -78,6 +80,22 @@ def sample_files(given: str | tuple[str, ...], data: DataOptions) -> list[str | 
     for group in groups_of(given, data):
         files += source_files(group[0] if len(group) == 1 else group, cache_folder(data))
     return files
+
+
+def sample_rows(
+    given: str | tuple[str, ...], data: DataOptions, rows: str | None, size: int
+) -> tuple[NDArray[np.int64], int]:
+    """The numbers of the samples of ``open_addresses`` among all rows of the addresses, and the number of all.
+
+    Args:
+        given: The addresses.
+        data: Where prepared data are kept.
+        rows: Folder of kept rows; None if all rows are samples.
+        size: Number of samples.
+    """
+    if rows is None:
+        return np.arange(size), size
+    return kept_samples(read_kept_rows(rows), sample_files(given, data))
 
 
 def class_names_of(source: Dataset, target: str) -> tuple[str, ...]:
@@ -112,8 +130,21 @@ def _with_targets(source: Dataset, task: TaskOptions) -> Dataset:
 
 
 def open_group(
-    given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
+    given: str | tuple[str, ...],
+    columns: dict[str, str] | None,
+    data: DataOptions,
+    task: TaskOptions,
+    rows: str | None,
 ) -> Dataset:
+    """The samples of files of one format, or of one folder.
+
+    Args:
+        given: The files or the folder.
+        columns: The column of each entry of a sample; None: all columns under their own names.
+        data: Where prepared data are kept.
+        task: What the targets are.
+        rows: Folder of kept rows; None: all rows are samples.
+    """
     parts = addresses(given)
     if not parts:
         raise ConfigError(
@@ -127,6 +158,7 @@ def open_group(
         columns=columns,
         classes=not task.has_numbers,
         cache_dir=cache_folder(data),
+        rows=rows,
     )
 
 
@@ -136,7 +168,7 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
-    source = open_group(train_groups(data)[0] if data.train else "", None, data, task)
+    source = open_group(train_groups(data)[0] if data.train else "", None, data, task, data.train_rows)
     return read_samples(source, np.zeros(1, np.int64))[0]
 
 
@@ -157,7 +189,7 @@ class Row:
 def read_columns(data: DataOptions, names: Sequence[str], task: TaskOptions) -> Iterator[Row]:
     """The columns ``names`` of all training samples, in one pass."""
     for group in train_groups(data):
-        source = open_group(group, {name: name for name in names}, data, task)
+        source = open_group(group, {name: name for name in names}, data, task, data.train_rows)
         for index, values in enumerate(scan(source)):
             yield Row(values, source, index)
 
@@ -172,12 +204,13 @@ def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
     if not task.has_classes or (names := ClassNumbers(names=task.classes)).has_integers:
         return
 
-    def first(group: tuple[str, ...]) -> Any:
-        return read_samples(open_group(group, {TARGETS: task.target}, data, task), np.zeros(1, np.int64))[0][TARGETS]
+    def first(group: tuple[str, ...], rows: str | None) -> Any:
+        source = open_group(group, {TARGETS: task.target}, data, task, rows)
+        return read_samples(source, np.zeros(1, np.int64))[0][TARGETS]
 
-    if any(is_string(first(group)) for group in train_groups(data)):
+    if any(is_string(first(group, data.train_rows)) for group in train_groups(data)):
         for group in groups_of(data.eval, data):
-            if not is_string(value := first(group)):
+            if not is_string(value := first(group, data.eval_rows)):
                 raise DataError(
                     given=f"{' '.join(group)}, whose first target is the number {text_of(value)}, where training data have names",
                     rule=f"data.train and data.eval have the same targets: the classes are {first_names(names.names)}",

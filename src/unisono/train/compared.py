@@ -25,11 +25,11 @@ BY_CONFIGURATION = (
     *("components.model", "components.init", "components.objective", "components.transform"),
     *("task", "model", "lora", "image", "text"),
     *("data.weights", "data.bucket_batches", "data.text_column", "data.tokenizer", "data.seq_len", "data.eval_frac"),
-    "data.eval_fold",
+    *("data.eval_fold", "data.eval_parts"),
     *("data.boundaries", "data.packing"),
 )
 # Addresses of data and weights, whose content is compared by fingerprint or by samples.
-BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.corpus", "components.data")
+BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.rows", "data.corpus", "components.data")
 # Folders, speed, memory, what is kept and shown, and limits that end a run with an error: no step is another one.
 NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),

@@ -10,7 +10,7 @@ from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
 from unisono.config.fields import options_repr
 from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
-from unisono.data.options import DataOptions, LoaderOptions
+from unisono.data.options import EVAL_BY_CLASS, DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
 from unisono.models.init_rules import rule_problems
@@ -20,7 +20,15 @@ from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_proble
 from unisono.optim.width_scaling import width_problems
 from unisono.plan.options import PlanOptions
 from unisono.tasks.model_names import MODELS, default_model, unread_settings
-from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, LoraOptions, TaskOptions, TextOptions, inert_settings
+from unisono.tasks.options import (
+    LANGUAGE_MODELS,
+    PREDICTORS,
+    ImageOptions,
+    LoraOptions,
+    TaskOptions,
+    TextOptions,
+    inert_settings,
+)
 from unisono.train.metric_kinds import CLASSES, NUMBERS, kind_problems, objective_kind
 from unisono.train.options import RunOptions, TrainOptions
 
@@ -195,7 +203,7 @@ class RunConfig:
         }
         for name, problem in inert_settings(self.data, DataOptions(), acts, f"task.kind {kind!r}"):
             yield f"data.{name}", problem
-        acts = {"eval_frac": not self.data.eval, "eval_fold": not self.data.eval}
+        acts = {name: not self.data.eval for name in ("eval_frac", "eval_fold", "eval_parts")}
         for name, problem in inert_settings(self.data, DataOptions(), acts, "data.eval"):
             yield f"data.{name}", problem
         yield from self._model_problems()
@@ -217,6 +225,11 @@ class RunConfig:
         elif not self.data.train:
             for name, problem in inert_settings(self.task, TaskOptions(), {"inputs": False}, "data.corpus"):
                 yield f"task.{name}", problem
+        if self.data.eval_parts == EVAL_BY_CLASS and not (kind in PREDICTORS and self.task.predicts == "class"):
+            yield (
+                "data.eval_parts",
+                _conflict(f"data.eval_parts {EVAL_BY_CLASS!r}", "a task whose samples have no class each"),
+            )
         if self.data.sample_weights and self.task.balance:
             yield (
                 "data.sample_weights",
@@ -266,7 +279,9 @@ class RunConfig:
 
 
 # settings of data that the run opens itself
-_SOURCES = ("train", "eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
+_SOURCES = (
+    *("train", "eval", "weights", "sample_weights", "rows", "cache_gib", "bucket_batches", "eval_fold", "eval_parts"),
+)
 
 
 def _conflict(one: str, other: str) -> Problem:

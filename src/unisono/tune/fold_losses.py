@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -10,15 +9,13 @@ from typing import Final
 from unisono.data.sample_losses import SampleLosses, merge_losses, read_losses
 from unisono.dist.interpreter import module_command
 from unisono.errors import DataError, UnisonoError
-from unisono.launch.child import error_paragraph, kill_group, start_child
-from unisono.launch.workers import Reaper
+from unisono.launch.child import error_paragraph, run_child
 from unisono.storage.directory import make_folder
 from unisono.tune.folds import FOLD
 from unisono.tune.study import TrialRecord
 
 LOSSES_FILE: Final = "losses.safetensors"
 _PARTS: Final = "losses"
-_TAIL_CHARS: Final = 20_000
 
 
 def write_fold_losses(
@@ -66,15 +63,7 @@ def write_fold_losses(
 
 def _evaluate(run_dir: Path, path: Path, trust: Sequence[str]) -> None:
     command = module_command("unisono", "eval", str(run_dir), "--sample-losses", str(path), *trust)
-    with Reaper() as reaper, tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = start_child(reaper, command, output)
-        try:
-            code = process.wait()
-        finally:
-            kill_group(process)
-            reaper.forget(process.pid)
-        output.seek(0)
-        said = output.read()[-_TAIL_CHARS:]
+    code, said = run_child(command)
     if code:
         raise UnisonoError(
             given=f"the evaluation of {run_dir}: {error_paragraph(said) or f'it ended with exit code {code}'}",

@@ -30,11 +30,13 @@ class CrossValidation:
         metric: Its name.
         values: Its last value where the part was held out, by number of the part; without those that failed.
         num_folds: Number of parts.
+        failed: Numbers of the parts whose training ended without a value.
     """
 
     metric: str
     values: dict[int, float]
     num_folds: int
+    failed: Sequence[int] = ()
 
     @property
     def mean(self) -> float | None:
@@ -50,7 +52,7 @@ class CrossValidation:
         """The same as JSON types, with mean, spread and standard error."""
         error = None if self.spread is None else self.spread / math.sqrt(len(self.values))
         values = {str(fold): value for fold, value in self.values.items()}
-        fields = {"metric": self.metric, "folds": self.num_folds, "values": values}
+        fields = {"metric": self.metric, "folds": self.num_folds, "values": values, "failed": list(self.failed)}
         return {**fields, "mean": self.mean, "standard_deviation": self.spread, "standard_error": error}
 
     def verdict(self) -> str:
@@ -58,8 +60,9 @@ class CrossValidation:
         if self.mean is None:
             return f"No part has a value of {self.metric}."
         spread = "" if self.spread is None else f" ± {self.spread:.2g}"
-        missing = self.num_folds - len(self.values)
-        lacks = f"; {missing} of {self.num_folds} parts failed" if missing else ""
+        unfinished = self.num_folds - len(self.values) - len(self.failed)
+        lacks = f"; {len(self.failed)} of {self.num_folds} parts failed" if self.failed else ""
+        lacks += f"; {unfinished} of {self.num_folds} parts have not ended" if unfinished else ""
         return (
             f"{self.metric} {self.mean:.4g}{spread} (mean and standard deviation of {len(self.values)} parts{lacks})."
         )
@@ -82,7 +85,9 @@ def cross_validation(metric: str, num_folds: int, records: Sequence[TrialRecord]
         for record in records
         if record.outcome == "done" and record.value is not None
     }
-    return CrossValidation(metric=metric, values=values, num_folds=num_folds)
+    ended = {int(record.settings[FOLD]) for record in records if record.outcome != "running"}
+    failed = sorted(ended - values.keys())
+    return CrossValidation(metric=metric, values=values, num_folds=num_folds, failed=failed)
 
 
 def write_folds_page(path: Path, found: CrossValidation, records: Sequence[TrialRecord]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, nearest_name
 from unisono.launch.workers import Reaper
 from unisono.storage.run_folder import RUN_FILE
 from unisono.tune.slots import Slot
@@ -15,6 +15,7 @@ from unisono.tune.study import Outcome, Study, Trial
 from unisono.tune.trial_run import RunEnd, TrialRun
 
 _POLL_S: Final = 0.2
+_RECORD_S: Final = 60.0  # from one record of a running trial's time in the journal to the next
 _MAX_STARTS: Final = 4  # of a trial that was killed from outside
 _MAX_FIRST_FAILURES: Final = 3  # with no result yet: the configuration is at fault
 
@@ -26,7 +27,7 @@ class Budget:
     Attributes:
         trials: Number of trials in the whole search.
         seconds: Seconds of this process.
-        device_s: Seconds times processes of all trials in the whole search.
+        device_s: Seconds times processes of all trials in the search; those of other processes up to a minute late.
     """
 
     trials: int | None = None
@@ -40,6 +41,12 @@ class _Running:
     slot: Slot
     run: TrialRun
     starts: int = 1
+    recorded_s: float = 0.0  # of this start, in the journal
+
+    @property
+    def new_s(self) -> float:
+        """Seconds that the journal does not have."""
+        return self.run.took_s - self.recorded_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +76,7 @@ class Search:
         """Make trials until the budget is used up. An interrupt lets those that run save; the same search goes on with them.
 
         Raises:
-            ConfigError: The first trials all failed.
+            ConfigError: The first trials all failed, or no trial has the metric.
         """
         began_s = time.monotonic()
         with Reaper() as reaper:
@@ -94,7 +101,7 @@ class Search:
         if budget.device_s is None:
             return True
         used_s = sum(record.device_s for record in self.study.records())
-        return used_s + sum(each.run.took_s * each.slot.num_processes for each in self._running) < budget.device_s
+        return used_s + sum(each.new_s * each.slot.num_processes for each in self._running) < budget.device_s
 
     def _begin(self, reaper: Reaper, slot: Slot) -> bool:
         """Start a trial in a slot; whether there was one."""
@@ -116,23 +123,38 @@ class Search:
         trial, run = running.trial, running.run
         end = run.poll()
         if end is None:
+            if running.new_s >= _RECORD_S:
+                self._record_time(running)
             if self.study.report(trial, run.values()):
                 run.kill()
                 self._end(running, "pruned", RunEnd(kind="done", reason="others were better at the same step"))
             return
         if end.kind == "interrupted" and running.starts < _MAX_STARTS:
-            self.study.ran(trial, run.took_s)
+            self._record_time(running)
             running.run, running.starts = self._start(reaper, trial, running.slot), running.starts + 1
+            running.recorded_s = 0.0
             return
         self.study.report(trial, run.values())
-        self._end(running, "failed" if end.kind == "interrupted" else end.kind, end)
+        self._end(running, "failed" if end.kind in ("interrupted", "no_metric") else end.kind, end)
+        if end.kind == "no_metric" and all(record.value is None for record in self.study.records()):
+            raise ConfigError(
+                given=f"--metric {self.metric}, and trial {trial.number}, which trained without it: {end.reason}",
+                rule="the last value of the metric in a run's events says how good a trial is",
+                consequence="the search ended; its folder keeps the trial",
+                nearest=f"another folder and --metric NAME: {nearest_name(self.metric, run.names())}",
+            )
+
+    def _record_time(self, running: _Running) -> None:
+        seconds = running.new_s
+        self.study.ran(running.trial, seconds, ranks=running.slot.num_processes)
+        running.recorded_s += seconds
 
     def _end(self, running: _Running, outcome: Outcome, end: RunEnd) -> None:
         trial, run = running.trial, running.run
         self._running.remove(running)
         value = run.last_value()
-        self.study.ran(trial, run.took_s)
-        self.study.finish(trial, outcome, value, reason=end.reason, ranks=running.slot.num_processes)
+        self._record_time(running)
+        self.study.finish(trial, outcome, value, reason=end.reason)
         self.tell(trial, end, outcome, value)
         self._num_results += outcome != "failed"
         self._num_failures += outcome == "failed"
@@ -149,6 +171,6 @@ class Search:
             running.run.ask_to_stop()
         for running in self._running:
             running.run.stop()
-            self.study.ran(running.trial, running.run.took_s)
+            self._record_time(running)
             self.study.leave(running.trial)
         self._running.clear()

@@ -81,6 +81,8 @@ def verdict(options: StudyOptions, best: TrialRecord | None) -> str:
 
 def outcome_words(record: TrialRecord) -> str:
     """How a trial ended, in words."""
+    if record.outcome == "pruned" and record.curve:
+        return f"pruned at step {max(record.curve)}"
     return _WORDS.get(record.outcome, record.outcome)
 
 
@@ -88,6 +90,9 @@ def _figures(records: Sequence[TrialRecord]) -> Iterator[Figure]:
     yield Figure("trials", str(len(records)))
     for outcome in dict.fromkeys(record.outcome for record in records):
         yield Figure(_WORDS.get(outcome, outcome), str(sum(record.outcome == outcome for record in records)))
+    for record in records:
+        if record.from_configuration and record.value is not None:
+            yield Figure("with the configuration's values", f"{record.value:.6g}")
     yield Figure("time of all trials", duration(sum(record.took_s for record in records)))
 
 
@@ -218,7 +223,7 @@ def _trials(
         return None
     rows = [
         [
-            f"{record.number}{' (best)' if best is not None and record.number == best.number else ''}",
+            " ".join([str(record.number), *(f"({mark})" for mark in _marks(record, best))]),
             outcome_words(record),
             "" if record.value is None else f"{record.value:.6g}",
             *(printable(record.settings.get(name, "")) for name in space),
@@ -230,7 +235,16 @@ def _trials(
     head = ["trial", "end", options.metric, *space, "time", "why"]
     table = Table(head=head, rows=rows, left_out=max(0, len(records) - _MAX_ROWS))
     note = "unisono compare trials/0000 trials/0001 shows two of them side by side."
+    if any(record.from_configuration for record in records):
+        note += " The one marked so has the values of the configuration."
     return Section(title="Trials", note=note, tables=[table])
+
+
+def _marks(record: TrialRecord, best: TrialRecord | None) -> Iterator[str]:
+    if best is not None and record.number == best.number:
+        yield "best"
+    if record.from_configuration:
+        yield "configuration"
 
 
 def _escaped(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from unisono.config.toml_file import read_toml
-from unisono.config.values import encode, toml_value
+from unisono.config.values import encode, literal, toml_value
 from unisono.errors import ConfigError
 
 _LOG: Final = "log:"
@@ -48,6 +48,10 @@ class Choice:
     def grid(self) -> tuple[str, ...] | None:
         """All values."""
         return self.values
+
+    def text_of(self, value: Any) -> str | None:
+        """The text that stands for a value of a configuration, as TOML has it; None where it is none of these."""
+        return next((text for text in self.values if literal(text) == value), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +93,14 @@ class Range:
             return None
         count = _num_steps(self.low, self.high, step) + 1
         return tuple(self.value_text(self.low + index * step) for index in range(count))
+
+    def text_of(self, value: Any) -> str | None:
+        """A value of a configuration as ``--set`` takes it; None where it is not in the range, or between two steps."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            return None
+        steps = 0.0 if self.step is None else (value - self.low) / self.step
+        is_between = abs(steps - round(steps)) > 1e-9 or (self.is_integer and value != round(value))
+        return None if is_between else self.value_text(value)
 
 
 Space = Mapping[str, Choice | Range]
@@ -203,6 +215,18 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
+
+
+def settings_within(space: Space, values: Mapping[str, Any]) -> dict[str, str] | None:
+    """The settings of ``space`` with the values of a configuration; None where one of them is not in its range.
+
+    Args:
+        space: The settings that are searched.
+        values: All settings of the configuration, by dotted name, as TOML has them.
+    """
+    texts = {name: parameter.text_of(values.get(name)) for name, parameter in space.items()}
+    found = {name: text for name, text in texts.items() if text is not None}
+    return found if len(found) == len(space) else None
 
 
 def grid_size(space: Space) -> int:

@@ -2,7 +2,8 @@
 
 Several processes may take trials from one journal, also of several hosts with one file system. Each takes its turn with a lock on
 the journal. Who makes a trial holds a lock of that trial, which ends with its process: a trial that is not ended and that nobody
-holds is made on by the next process that asks.
+holds is made on by the next process that asks. A process can be killed between any two lines of the journal: a trial may lack
+settings, which are then chosen as they would have been, or may wait to be begun.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _TURN_FILE: Final = ".turn.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
 _IDENTITY: Final = "identity"
+_FIXED: Final = "fixed_params"  # where Optuna keeps the values of a trial that was enqueued
+_GIVEN: Final = "from_configuration"
 _MIN_TRIALS: Final = 10  # from which on importances of settings are estimated
 _UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
@@ -99,10 +102,11 @@ class TrialRecord:
         outcome: How it ended; ``running`` if it has not.
         value: Its last value of the metric; None if it has none.
         took_s: Seconds that it ran, over all its starts.
-        device_s: The same times the number of its processes.
+        device_s: The same times the number of its processes in each of them.
         reason: Why it failed.
         run_dir: The folder of its run.
         curve: Values by step, as far as they were reported.
+        from_configuration: Whether its settings are the configuration's own.
     """
 
     number: int
@@ -114,11 +118,14 @@ class TrialRecord:
     reason: str
     run_dir: Path
     curve: Mapping[int, float] = field(default_factory=dict[int, float])
+    from_configuration: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON types, without the curve."""
+        """The same as JSON types; of the curve the last step."""
         fields = {name: getattr(self, name) for name in ("number", "outcome", "value", "took_s", "device_s", "reason")}
-        return {**fields, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
+        fields["from_configuration"] = self.from_configuration
+        last = {"last_step": max(self.curve, default=None)}
+        return {**fields, **last, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
 
 
 class Study:
@@ -129,17 +136,27 @@ class Study:
         space: The settings that are searched.
         options: How it chooses.
         identity: What else makes it this search, such as the configuration; JSON types.
+        first: Settings of the first trial, of all that are searched; None: they are chosen, as those of the others. A grid has
+            its own first one.
 
     Raises:
         ExtraError: Optuna is not installed.
         ConfigError: The folder has another search, or a journal that is damaged or that another user can have written.
     """
 
-    def __init__(self, folder: Path, space: Space, options: StudyOptions, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        space: Space,
+        options: StudyOptions,
+        identity: Mapping[str, Any],
+        *,
+        first: Mapping[str, str] | None = None,
+    ) -> None:
         self._optuna = _optuna()
         from optuna.storages.journal import JournalFileBackend
 
-        self._folder, self._space, self._options = folder, space, options
+        self._folder, self._space, self._options, self._first = folder, space, options, first
         make_folder(folder / TRIALS_FOLDER)
         journal = folder / JOURNAL_FILE
         if reason := untrusted_reason(journal):
@@ -150,7 +167,6 @@ class Study:
                 nearest="a folder of your own (--out)",
             )
         with self._turn():
-            _drop_torn_line(journal)
             # no other process writes: the turn is this one's
             backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _Held()))
             try:
@@ -182,24 +198,34 @@ class Study:
         Args:
             max_trials: Number of trials in the whole search; None for no limit.
         """
+        states = self._optuna.trial.TrialState
         with self._turn():
-            for frozen in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.RUNNING]):
+            for frozen in self._study.get_trials(deepcopy=False, states=[states.RUNNING]):
                 if (lock := self._try_lock(frozen.number)) is not None:
                     trial_id = frozen._trial_id  # pyright: ignore[reportPrivateUsage]  # a trial has no other name
                     return self._taken(self._optuna.trial.Trial(self._study, trial_id), lock)
-            count = len(self._study.get_trials(deepcopy=False))
-            if max_trials is not None and count >= max_trials:
-                return None
-            if self._options.sampler == "grid":
-                combination = next(islice(grid(self._space), count, None), None)
-                if combination is None:
+            if not self._study.get_trials(deepcopy=False, states=[states.WAITING]):
+                count = len(self._study.get_trials(deepcopy=False))
+                if (max_trials is not None and count >= max_trials) or not self._enqueue(count):
                     return None
-                self._study.enqueue_trial({name: self._value(name, text) for name, text in combination.items()})
-            self._study.sampler = self._sampler(_mixed(self._options.seed, count))
-            trial = self._study.ask({name: self._distribution(name) for name in self._space})
+            trial = self._study.ask()  # takes the one that waits, if one does
             lock = self._try_lock(trial.number)
-            assert lock is not None  # the number is new
+            assert lock is not None  # no process has made it
             return self._taken(trial, lock)
+
+    def _enqueue(self, number: int) -> bool:
+        """Have a new trial wait whose settings are known: of a grid, or the first one. False if a grid has no further one."""
+        if self._options.sampler == "grid":
+            settings = next(islice(grid(self._space), number, None), None)
+            if settings is None:
+                return False
+        elif number or self._first is None:
+            return True
+        else:
+            settings = self._first
+        values = {name: self._value(name, text) for name, text in settings.items()}
+        self._study.enqueue_trial(values, user_attrs={_GIVEN: True} if settings is self._first else None)
+        return True
 
     def report(self, trial: Trial, values: Sequence[tuple[int, float]]) -> bool:
         """Add values of the metric by step; whether the trial should be ended because others were better."""
@@ -212,9 +238,7 @@ class Study:
                 trial.optuna_trial.report(value, step)
             return bool(trial.optuna_trial.should_prune())
 
-    def finish(
-        self, trial: Trial, outcome: Outcome, value: float | None = None, *, reason: str = "", ranks: int = 1
-    ) -> None:
+    def finish(self, trial: Trial, outcome: Outcome, value: float | None = None, *, reason: str = "") -> None:
         """Record how a trial ended.
 
         Args:
@@ -222,12 +246,10 @@ class Study:
             outcome: How it ended. All but ``failed`` are results, which the sampler learns from.
             value: The last value of the metric; needed for ``done``.
             reason: Why it failed.
-            ranks: Number of its processes.
         """
         states = self._optuna.trial.TrialState
         with self._turn():
             trial.optuna_trial.set_user_attr("outcome", outcome)
-            trial.optuna_trial.set_user_attr("ranks", ranks)
             if value is not None and math.isfinite(value):
                 trial.optuna_trial.set_user_attr("value", value)
             if reason:
@@ -238,11 +260,12 @@ class Study:
                 self._study.tell(trial.optuna_trial, state=states.FAIL if outcome == "failed" else states.PRUNED)
             self._release(trial)
 
-    def ran(self, trial: Trial, seconds: float) -> None:
-        """Add to the time of a trial that has been stopped, or has ended."""
+    def ran(self, trial: Trial, seconds: float, *, ranks: int = 1) -> None:
+        """Add to the time of a trial, for ``ranks`` processes: while it runs, so that other processes see it, and at its end."""
         with self._turn():
-            before = float(trial.optuna_trial.user_attrs.get("took_s", 0.0))
-            trial.optuna_trial.set_user_attr("took_s", before + seconds)
+            for name, more_s in (("took_s", seconds), ("device_s", seconds * ranks)):
+                before_s = float(trial.optuna_trial.user_attrs.get(name, 0.0))
+                trial.optuna_trial.set_user_attr(name, before_s + more_s)
 
     def leave(self, trial: Trial) -> None:
         """Leave a trial unfinished: the next process that asks makes it on."""
@@ -273,6 +296,11 @@ class Study:
             return {}
 
     def _taken(self, trial: Any, lock: FolderLock) -> Trial:
+        try:
+            self._choose(trial)
+        except BaseException:  # the next process, or this one, takes it up
+            lock.close()
+            raise
         known = self._study.get_trials(deepcopy=False)[trial.number]
         return Trial(
             number=trial.number,
@@ -283,19 +311,45 @@ class Study:
             lock=lock,
         )
 
+    def _choose(self, trial: Any) -> None:
+        """Choose the settings that a trial lacks: all of a new one, the rest of one whose process was killed meanwhile.
+
+        Those that it has are drawn once more, so that the others are what they would have been.
+        """
+        frozen = self._study.get_trials(deepcopy=False)[trial.number]
+        if all(name in frozen.params for name in self._space):
+            return
+        self._study.sampler = sampler = self._sampler(_mixed(self._options.seed, trial.number))
+        is_drawn = _FIXED not in frozen.system_attrs
+        for name in self._space:
+            distribution = self._distribution(name)
+            if name in frozen.params and is_drawn and name not in trial.relative_params and not distribution.single():
+                sampler.sample_independent(self._study, frozen, name, distribution)
+            self._suggest(trial, name, distribution)
+
+    def _suggest(self, trial: Any, name: str, distribution: Any) -> None:
+        if isinstance(distribution, self._optuna.distributions.CategoricalDistribution):
+            trial.suggest_categorical(name, distribution.choices)
+            return
+        is_integer = isinstance(distribution, self._optuna.distributions.IntDistribution)
+        suggest = trial.suggest_int if is_integer else trial.suggest_float
+        suggest(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
+
     def _record(self, frozen: Any) -> TrialRecord:
         attributes: Mapping[str, Any] = frozen.user_attrs
-        value, took_s = attributes.get("value"), float(attributes.get("took_s", 0.0))
+        value = attributes.get("value")
         return TrialRecord(
             number=frozen.number,
             settings=self._settings(frozen.params),
-            outcome=attributes.get("outcome", "running"),
+            # a process that was killed at its end left it to be ended once more
+            outcome=attributes.get("outcome", "running") if frozen.state.is_finished() else "running",
             value=None if value is None else float(value),
-            took_s=took_s,
-            device_s=took_s * int(attributes.get("ranks", 1)),
+            took_s=float(attributes.get("took_s", 0.0)),
+            device_s=float(attributes.get("device_s", 0.0)),
             reason=str(attributes.get("reason", "")),
             run_dir=self._run_dir(frozen.number),
             curve=dict(frozen.intermediate_values),
+            from_configuration=bool(attributes.get(_GIVEN, False)),
         )
 
     def _run_dir(self, number: int) -> Path:
@@ -357,6 +411,7 @@ class Study:
     @contextmanager
     def _turn(self) -> Generator[None]:
         with file_lock(self._folder / _TURN_FILE):
+            _drop_torn_line(self._folder / JOURNAL_FILE)
             yield
 
     def _lock_path(self, number: int) -> Path:
@@ -396,9 +451,12 @@ def _drop_torn_line(journal: Path) -> None:
     except FileNotFoundError:
         return
     with open(fd, "rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _optuna() -> Any:

@@ -2,15 +2,19 @@
 
 Two trainings that follow each other have the noise of the machine in common, so their ratio is judged, and not their times. A
 setting is kept where every pair of trainings was faster; the next one is then tried beside it.
+
+``report.json`` has the comparisons made so far, with which an interrupted sweep goes on.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from unisono.config.overlay_text import overlay_text
 from unisono.doctor.child import TrainOutcome
@@ -22,10 +26,13 @@ from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
+from unisono.storage.ownership import read_own_json
 
 LEAST_GAIN: Final = 0.02  # of the time of a sample; less is not worth a setting
 _HOPELESS: Final = 1.15  # after one pair that was so much slower, no other is made
 OVERLAY_FILE: Final = "system.toml"
+RECORD_FILE: Final = "report.json"
+PAGE_FILE: Final = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +84,30 @@ class Comparison:
         return f"{self.ratio:.3g} times the time ({self.low:.3g} to {self.high:.3g}), {losses}{', kept' if self.kept else ''}"
 
 
+class SweepRecord(msgspec.Struct, kw_only=True):
+    """What the folder of a sweep has of it.
+
+    Attributes:
+        identity: What makes it this sweep, such as the configuration; JSON types.
+        rank_batch: Samples of a forward pass of a rank, and forward passes of a step, of the configuration; None: not known yet.
+        comparisons: Those made so far, in order.
+    """
+
+    identity: dict[str, Any]
+    rank_batch: tuple[int, int] | None = None
+    comparisons: list[Comparison] = msgspec.field(default_factory=list[Comparison])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """What a sweep found: the comparisons in order, and the settings that were kept."""
+    """What a sweep found: the comparisons in order."""
 
     comparisons: Sequence[Comparison]
-    kept: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The settings that were kept; of several values of a setting the last one."""
+        return {comparison.name: comparison.value for comparison in self.comparisons if comparison.kept}
 
     @property
     def speedup(self) -> float:
@@ -96,7 +121,7 @@ class Sweep:
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
         comparisons = [comparison.to_json() for comparison in self.comparisons]
-        return {"kept": dict(self.kept), "speedup": self.speedup, "comparisons": comparisons}
+        return {"kept": self.kept, "speedup": self.speedup, "comparisons": comparisons}
 
     def verdict(self) -> str:
         """What was found, in a sentence."""
@@ -109,7 +134,8 @@ class Sweep:
 
 
 def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, cores: int) -> list[Candidate]:
-    """What is tried for a configuration: other values than its own of settings that decide speed.
+    """What is tried for a configuration: other values than its own of settings that decide speed; micro-batches come after them
+    (``micro_batch_candidates``).
 
     Args:
         settings: All settings, by dotted name, encoded as in TOML.
@@ -118,7 +144,6 @@ def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, cores: 
     """
     threads = int(settings["launch.num_threads"])
     values: dict[str, Sequence[Any]] = {
-        "plan.micro_batch": _micro_batches(settings),
         "plan.precision": ("bf16", "fp32")
         if has_accelerator or settings["plan.precision"] != "auto"
         else ("fp32", "bf16"),
@@ -140,20 +165,24 @@ def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, cores: 
     ]
 
 
-def _micro_batches(settings: Mapping[str, Any]) -> list[int]:
-    """Twice and half the micro-batch, where they divide the global batch."""
-    size, total = int(settings["plan.micro_batch"]), int(settings["plan.global_batch"])
-    if not size:
-        return []
-    return [each for each in (2 * size, size // 2) if each and total % each == 0]
+def micro_batch_candidates(rank_batch: tuple[int, int]) -> list[Candidate]:
+    """Twice and half the micro-batch, where they divide the samples of a rank.
+
+    Args:
+        rank_batch: Samples of a forward pass of a rank, and forward passes of a step.
+    """
+    size, accumulation = rank_batch
+    sizes = [each for each in (2 * size, size // 2) if each and size * accumulation % each == 0]
+    return [Candidate(name="plan.micro_batch", value=each) for each in sizes]
 
 
 def sweep(
     train: Callable[[Mapping[str, Any]], TrainOutcome],
-    candidates: Sequence[Candidate],
+    candidates: Iterable[Candidate],
     *,
     pairs: int,
     tell: Callable[[Comparison], None],
+    made: Sequence[Comparison] = (),
 ) -> Sweep:
     """Try candidates one after another.
 
@@ -161,20 +190,20 @@ def sweep(
         train: Makes a short training with some settings over the configuration.
         candidates: What is tried, in this order. Of several values of a setting the last one that was kept counts.
         pairs: Pairs of trainings for each.
-        tell: Called with each comparison.
+        tell: Called with each comparison that is made.
+        made: Comparisons of the first candidates, which an interrupted sweep has made.
 
     Raises:
         ConfigError: The configuration itself does not train, or too short for a time.
     """
-    kept: dict[str, Any] = {}
-    comparisons: list[Comparison] = []
-    for candidate in candidates:
-        comparison = _compare(train, kept, candidate, pairs)
-        if comparison.kept:
-            kept[candidate.name] = candidate.value
-        comparisons.append(comparison)
+    found = Sweep(comparisons=list(made))
+    for number, candidate in enumerate(candidates):
+        if number < len(made):
+            continue
+        comparison = _compare(train, found.kept, candidate, pairs)
+        found = Sweep(comparisons=[*found.comparisons, comparison])
         tell(comparison)
-    return Sweep(comparisons=comparisons, kept=kept)
+    return found
 
 
 def _compare(
@@ -227,8 +256,55 @@ def _sample_s(outcome: TrainOutcome) -> float | None:
     return None if outcome.code != 0 or step_s is None or not samples else step_s / samples
 
 
-def write_sweep(folder: Path, base: str, found: Sweep, own: Mapping[str, Any]) -> Path | None:
-    """Write the page of a sweep, and where settings were kept a file with ``own`` and them over ``base``; returns its path."""
+def read_record(folder: Path, identity: Mapping[str, Any]) -> SweepRecord:
+    """The record of the sweep in ``folder``; a new one where it has none.
+
+    Args:
+        folder: Of the sweep.
+        identity: What makes it this sweep; JSON types.
+
+    Raises:
+        ConfigError: The folder has the record of another sweep, or one that is damaged or that another user can have written.
+    """
+    path = folder / RECORD_FILE
+    given: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
+    if not path.exists():
+        return SweepRecord(identity=given)
+    try:
+        record: SweepRecord = read_own_json(path, msgspec.json.Decoder(SweepRecord).decode)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            given=f"{path}, which is no record of a sweep: {error}",
+            rule="a sweep goes on from the comparisons in its record",
+            consequence="nothing was started, and the file is as it was",
+            nearest="another folder (--out) begins a new sweep",
+        ) from error
+    known = record.identity
+    differing = [name for name in {**known, **given} if known.get(name) != given.get(name)]
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            given=f"{name} {given.get(name)} for the sweep in {folder}, which began with {known.get(name)}",
+            rule="the comparisons of a sweep are of one configuration",
+            consequence="nothing was started",
+            nearest="the same command as before goes on; another folder (--out) begins a new sweep",
+        )
+    return record
+
+
+def write_sweep(folder: Path, base: str, record: SweepRecord, own: Mapping[str, Any]) -> Path | None:
+    """Write the page of a sweep and its record, and a file with the settings that were kept; atomically.
+
+    Args:
+        folder: Of the sweep.
+        base: Configuration file over which that file is; empty for the defaults.
+        record: The sweep so far.
+        own: Settings of the command line, which that file has as well.
+
+    Returns:
+        Path of the file with the settings; None where none were kept.
+    """
+    found = Sweep(comparisons=record.comparisons)
     rows = list(_rows(found.comparisons))
     timed = [comparison for comparison in found.comparisons if comparison.ratio is not None]
     data = [
@@ -266,12 +342,12 @@ def write_sweep(folder: Path, base: str, found: Sweep, own: Mapping[str, Any]) -
         figures=[Figure("settings tried", str(len(rows))), Figure("kept", str(len(found.kept)))],
         sections=[section],
     )
-    write_atomically(folder / "report.html", page.encode())
-    if not found.kept:
-        return None
     path = folder / OVERLAY_FILE
-    write_atomically(path, overlay_text(base, {**own, **found.kept}).encode())
-    return path
+    write_atomically(folder / PAGE_FILE, page.encode())
+    if found.kept:
+        write_atomically(path, overlay_text(base, {**own, **found.kept}).encode())
+    write_atomically(folder / RECORD_FILE, msgspec.json.encode(record) + b"\n")
+    return path if found.kept else None
 
 
 def _rows(comparisons: Sequence[Comparison]) -> Iterator[list[str]]:

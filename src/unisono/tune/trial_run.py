@@ -17,22 +17,22 @@ from unisono.diagnose.ending import read_ending
 from unisono.dist.interpreter import module_command
 from unisono.errors import ConfigError
 from unisono.exit_codes import REQUEUE
-from unisono.launch.child import error_paragraph, kill_group, start_child
+from unisono.launch.child import end_of_output, error_paragraph, kill_group, start_child
 from unisono.launch.workers import Reaper
 from unisono.observe.events import decode_event, event_step, events_path, number, open_events
 from unisono.storage.directory import make_folder
 from unisono.storage.files import open_new
 
-_TAIL_BYTES: Final = 20_000
 OUTPUT_FILE: Final = "output.txt"  # beside the folder of the run
 _GRACE_S: Final = 120.0  # for a run that was asked to stop: it saves
 
-End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted"]
+End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted", "no_metric"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """How a training ended: ``interrupted`` if the same command goes on; ``reason`` says why it did not finish."""
+    """How a training ended: ``interrupted`` if the same command goes on; ``no_metric`` if it trained, and its events lack the
+    metric; ``reason`` says why it did not finish."""
 
     kind: End
     reason: str = ""
@@ -110,7 +110,7 @@ class TrialRun:
             value = self.last_value()
             if value is None:
                 names = ", ".join(self.names()) or "none at all"
-                return RunEnd(kind="failed", reason=f"its events have no {self._metric}; they have {names}")
+                return RunEnd(kind="no_metric", reason=f"its events have no {self._metric}; they have {names}")
             return (
                 RunEnd(kind="done")
                 if math.isfinite(value)
@@ -123,7 +123,8 @@ class TrialRun:
         _, ending = read_ending(self.run_dir, since_s=self._began_at_s)
         if ending is not None and ending.kind == "killed":  # a rank, from outside
             return RunEnd(kind="interrupted", reason=ending.sentence)
-        reason = error_paragraph(self._tail()) or f"it ended with exit code {code}"
+        with self.output_path.open("rb") as output:
+            reason = error_paragraph(end_of_output(output, self.run_dir)) or f"it ended with exit code {code}"
         kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged"}
         return RunEnd(kind=kinds.get(ending.kind if ending is not None else "", "failed"), reason=reason)
 
@@ -142,15 +143,6 @@ class TrialRun:
         """End it at once."""
         kill_group(self._process)
         self._reaper.forget(self._process.pid)
-
-    def _tail(self) -> str:
-        with open(self.output_path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        for log in sorted(self.run_dir.glob("logs/rank-*.log")):  # the local launcher shows rank 0 alone
-            with suppress(OSError):
-                text = log.read_text(errors="replace")[-_TAIL_BYTES:] + "\n" + text
-        return text
 
 
 class MetricFollower:

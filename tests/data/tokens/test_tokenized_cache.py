@@ -186,7 +186,7 @@ def test_files_that_are_not_text_are_named_all_at_once(corpus: Path, tmp_path: P
         "bad-2.txt: byte 10 is not utf-8; bad-3.txt: byte 10 is not utf-8; bad-4.txt: byte 10 is not utf-8; and 2 more\n"
         "  rule: files are UTF-8 (Python source: the encoding it declares)\n"
         "  so:   the corpus was not prepared; no file is left out silently\n"
-        "  try:  convert them, or point the corpus at a folder that holds text only"
+        "  try:  convert them (iconv -f ENCODING -t UTF-8 IN > OUT), or point the corpus at a folder that holds text only"
     )
     assert not list((tmp_path / "cache").glob("tokens-*/"))
 

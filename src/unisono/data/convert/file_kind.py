@@ -82,6 +82,20 @@ def kind_of_name(path: Path) -> str:
     return Path(name).suffix
 
 
+def beside_target(path: str | Path, suffix: str) -> Path | None:
+    """The file ``TARGET`` + ``suffix`` beside a file that was packed into ``TARGET``; None if it is not there.
+
+    ``TARGET`` is the file itself, or has its name without the number of a shard (``name-00000-of-00005.rec``) and the part of a
+    split (``name-train.rec``), and is then no file.
+    """
+    own = str(path)
+    whole = re.sub(r"-\d{5}(-of-\d{5})?(\.[a-z]+)$", r"\2", own)
+    split = re.sub(r"-[^-/]+(\.[a-z]+)$", r"\1", whole)
+    targets = [own, *(target for target in (whole, split) if not os.path.exists(target))]
+    beside = (Path(f"{target}{suffix}") for target in targets)
+    return next((file for file in beside if os.path.exists(file)), None)
+
+
 def _is_token_shard(path: Path) -> bool:
     # a damaged sidecar is still one
     sidecar = path.with_suffix(".idx")

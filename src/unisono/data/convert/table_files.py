@@ -27,6 +27,8 @@ from typing import Any, Final
 
 from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
+from unisono.data.kept_rows import kept_of_table, read_kept_rows
+from unisono.data.provenance import write_cleaning_file
 from unisono.storage.limits import MAX_TABLE_SHARDS
 
 _WRITTEN: Final = {
@@ -95,7 +97,7 @@ def open_table(
     files = files_of(path)
     table: Table = module.read(files[0], **options)
     if len(files) > 1:
-        table = replace(table, rows=chain(table.rows, _others(module, files, options, table)))
+        table = replace(table, rows=chain(table.rows, _others(module, files, options, table)), count=None)
     return table if columns is None else select_columns(table, columns)
 
 
@@ -173,6 +175,7 @@ def convert(
     columns: Sequence[str] | None = None,
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
+    rows: Path | None = None,
 ) -> int:
     """Write all rows of one table file to another, completely or not at all; the suffixes name the formats.
 
@@ -186,13 +189,14 @@ def convert(
         columns: Only these fields, in this order. By default all.
         base64: Fields of bytes that the CSV file, as source or target, holds as base64.
         arrays: Features of TFRecord's ``tf.Example`` that are arrays even with one value.
+        rows: Folder of kept rows: only these of the source are written. By default all.
 
     Returns:
         The number of rows.
 
     Raises:
-        DataError: A suffix is unknown, ``target`` exists, the source is damaged, or the target's format cannot hold a
-            row.
+        DataError: A suffix is unknown, ``target`` exists, the source is damaged, the target's format cannot hold a row, or
+            ``rows`` are those of other files.
     """
     if os.path.exists(target) and not overwrite:
         raise unwritable_error(
@@ -206,7 +210,11 @@ def convert(
         )
     from_csv, to_csv = (kind_of_name(path) == ".csv" for path in (source, target))
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
-    return write_table(target, table, base64=base64 if to_csv else ())
+    if rows is not None:
+        table = replace(table, rows=kept_of_table(read_kept_rows(rows), files_of(source), table.rows))
+    count = write_table(target, table, base64=base64 if to_csv else ())
+    write_cleaning_file(target, [source] if rows is None else [source, rows])
+    return count
 
 
 def files_of(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.provenance import write_cleaning_file
 from unisono.data.recordio.framing import (
     HEAD_BYTES,
     MAGIC,
@@ -148,6 +149,7 @@ def repair(path: Path, target: Path) -> RepairReport:
                 consequence="nothing was written",
                 nearest="a whole copy of the file, or the source that it was written from",
             )
+    write_cleaning_file(target, [path])
     return report
 
 
@@ -210,6 +212,8 @@ def rearrange(sources: Sequence[Path], prefix: Path, shards: int) -> list[Path]:
                 payload, side = next(rows)
                 writer.write(payload, key=int(keys[place]), side=side)
             begin = stop
+    for path in paths:
+        write_cleaning_file(path, sources)
     return paths
 
 

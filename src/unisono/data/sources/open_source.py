@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
@@ -14,13 +13,15 @@ from typing import Any, Final, Protocol
 import numpy as np
 import xxhash
 
-from unisono.data.convert.file_kind import TOKENS, file_kind, kind_of_name
+from unisono.data.combined import subset
+from unisono.data.convert.file_kind import TOKENS, beside_target, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import ImageListing, list_images
 from unisono.data.convert.table_files import files_of, open_table
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
 from unisono.data.image.records import TILES, image_records
+from unisono.data.kept_rows import KeptRows, kept_samples, read_kept_rows, require_rows, without_dropped
 from unisono.data.mindrecord import MindRecordFile
 from unisono.data.options import default_cache_dir
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
@@ -52,6 +53,7 @@ def open_source(
     key: str | None = None,
     classes: bool = True,
     cache_dir: Path | None = None,
+    rows: str | Path | None = None,
 ) -> Dataset:
     """Open training data as a random-access data set; suffix or folder determine the format.
 
@@ -72,14 +74,45 @@ def open_source(
         classes: True: the labels of image records are classes, int64. False: they are as stored, float32, or float32 [labels].
             Columns of other formats are as they are.
         cache_dir: Folder of copies. By default ``unisono`` in the user's cache folder.
+        rows: Folder of kept rows, such as ``unisono data clean --index-only`` writes: the samples are these rows alone. Not for
+            token shards. By default all rows.
 
     Raises:
         DataError: Nothing is there, the format is unknown, a column is unknown, an option has no effect on the format, or rows
-            are damaged; while reading, a record is damaged.
+            are damaged; ``rows`` are those of other files; while reading, a record is damaged.
         ExtraError: The package that reads the format or filesystem is not installed.
     """
     whole_cache = default_cache_dir(os.environ) if cache_dir is None else cache_dir
     paths = source_paths(address, whole_cache)
+    if rows is None:
+        return _open_paths(paths, columns, seq_len, key, classes, whole_cache)
+    kept, files = read_kept_rows(rows), _files_in_order(paths)
+    data = _open_paths(paths, columns, seq_len, key, classes, whole_cache, kept)
+    samples, total = kept_samples(kept, files)
+    require_rows(kept, files, total, len(data))
+    return subset(data, samples)
+
+
+def _open_paths(
+    paths: Sequence[str | Path],
+    columns: Mapping[str, str] | None,
+    seq_len: int | None,
+    key: str | None,
+    classes: bool,
+    whole_cache: Path,
+    kept: KeptRows | None = None,
+) -> Dataset:
+    """All samples of files of one format, or of one folder; the other arguments are those of ``open_source``.
+
+    Args:
+        paths: The files, or the folder.
+        columns: Entries of a sample.
+        seq_len: Tokens of a sample.
+        key: Of encrypted files.
+        classes: Whether labels are classes.
+        whole_cache: Folder of copies.
+        kept: Images that it has dropped need not be readable.
+    """
     cache = whole_cache / "sources"
     kinds = {_kind(path) for path in paths}
     if len(kinds) != 1:
@@ -89,6 +122,8 @@ def open_source(
         if value is not None and kind != of:
             suffix = ".bin" if of == TOKENS else of
             raise _unfit(f"{option} for {paths[0]}", f"leave {option} out: it is for {suffix}")
+    if kind == TOKENS and kept is not None:
+        raise _unfit(f"kept rows of {paths[0]}", "leave rows out: token shards have no rows")
     if kind == ".rec":
         files = [RecordFile(path, cache_dir=whole_cache) for path in paths]
         if _are_rows(files):
@@ -109,7 +144,11 @@ def open_source(
     if kind == "folder":
         if len(local) != 1:
             raise _unfit(f"{len(local)} folders of images", "one folder, or a mixture of sources")
-        return _Rows(_ImageFolder(list_images(local[0])), columns)
+        listing = list_images(local[0])
+        if kept is not None:
+            left = set(without_dropped(kept, local[0], (bad.path for bad in listing.bad)))
+            listing.bad = [bad for bad in listing.bad if bad.path in left]
+        return _Rows(_ImageFolder(listing), columns)
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
         data = converted(files, lambda: arrow_rows(files), cache)
@@ -125,9 +164,12 @@ def source_files(address: str | Path | Sequence[str | Path], cache: Path) -> lis
 
     Raises DataError and ExtraError as ``source_paths``.
     """
-    paths = source_paths(address, cache)
+    return _files_in_order(source_paths(address, cache))
+
+
+def _files_in_order(paths: Sequence[str | Path]) -> list[str | Path]:
     tables = [path for path in paths if _kind(path) in _TABLES]
-    return list(chain.from_iterable(_table_sets(list(map(Path, paths))))) if tables else paths
+    return list(chain.from_iterable(_table_sets(list(map(Path, paths))))) if tables else list(paths)
 
 
 def _table_sets(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
@@ -273,12 +315,7 @@ def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
     """Names of the classes that ``unisono data pack`` wrote beside local record files; empty without, or if they differ."""
     found: set[tuple[str, ...]] = set()
     for path in map(str, paths):
-        whole = re.sub(r"(-\d{5}(-of-\d{5})?)?\.rec$", ".rec", path)  # of a shard
-        split = re.sub(r"-[^-/]+\.rec$", ".rec", whole)  # of a part, such as train
-        targets = [path, *(target for target in (whole, split) if not os.path.exists(target))]
-        beside = next(
-            (file for file in (Path(f"{target}.classes.txt") for target in targets) if os.path.exists(file)), None
-        )
+        beside = beside_target(path, ".classes.txt")
         if beside is None:
             return ()
         found.add(_class_names(beside))

@@ -25,6 +25,8 @@ from typing import BinaryIO, Final
 
 import xxhash
 
+from unisono.data.provenance import CLEANING_SUFFIX
+from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.sanitize import quoted
 from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_inside, open_regular
@@ -137,11 +139,32 @@ def read_text(raw: bytes, *, python_source: bool) -> str:
         encoding = "utf-8"
         if python_source:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        if encoding == "utf-8" and (other := encoding_of(raw)):
+            raise UndecodableError(f"it is {other}, not utf-8")
         return raw.removeprefix(codecs.BOM_UTF8).decode(encoding)
     except UnicodeDecodeError as error:
         raise UndecodableError(f"byte {error.start} is not {error.encoding}") from error
     except (SyntaxError, LookupError) as error:
         raise UndecodableError(str(error)) from error
+
+
+def encode_source(text: str) -> bytes:
+    """Encode Python source as it declares itself (PEP 263), so that ``read_text`` reads the same text. It is UTF-8 by default.
+
+    Raises:
+        UndecodableError: The declared encoding is not known, or has not all of the characters.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(text.encode()).readline)
+        raw = text.encode(encoding)
+    except UnicodeEncodeError as error:
+        character = text[error.start]
+        raise UndecodableError(f"{error.encoding} has no {character!r} (U+{ord(character):04X})") from error
+    except (SyntaxError, LookupError) as error:
+        raise UndecodableError(str(error)) from error
+    if read_text(raw, python_source=True) != text:
+        raise UndecodableError(f"{encoding} does not keep it")
+    return raw
 
 
 def held_out_files(paths: Sequence[str], eval_frac: float) -> frozenset[str]:
@@ -169,7 +192,7 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
         given=f"{len(problems)} file(s) of the corpus are not text: {shown}{more}",
         rule="files are UTF-8 (Python source: the encoding it declares)",
         consequence="the corpus was not prepared; no file is left out silently",
-        nearest="convert them, or point the corpus at a folder that holds text only",
+        nearest="convert them (iconv -f ENCODING -t UTF-8 IN > OUT), or point the corpus at a folder that holds text only",
     )
 
 
@@ -202,7 +225,7 @@ def _skipped_folder(name: str, *, stdlib: bool) -> bool:
 def _skipped_file(name: str, *, stdlib: bool) -> bool:
     if stdlib:
         return not name.endswith(".py") or name in _STDLIB_SKIPPED_FILES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
-    return name.startswith(".")
+    return name.startswith(".") or name.endswith(CLEANING_SUFFIX)
 
 
 def _raise(error: OSError) -> None:

@@ -7,6 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unisono.data.convert.file_kind import KINDS, kind_of_name
 from unisono.data.convert.formats.table import describe_value
 from unisono.data.convert.table_files import open_file, read_formats
@@ -48,16 +51,29 @@ def check_text_column(corpus: Corpus, column: str) -> None:
         )
 
 
-def row_texts(path: Path, column: str) -> Iterator[str]:
+def row_texts(path: Path, column: str, kept: NDArray[np.int64] | None = None) -> Iterator[str]:
     """The texts of a table's column, row by row; empty ones too.
 
+    Args:
+        path: The table.
+        column: The column.
+        kept: Numbers of the rows that are read, in order; all others are as empty texts. None: all are read.
+
     Raises:
-        DataError: The file is damaged, a row lacks the column, or its value is null or no text. The error names the column's
-            first rows of this kind and is raised after the last row.
+        DataError: The file is damaged or has fewer rows than ``kept`` names, a row lacks the column, or its value is null or no
+            text. The error names the column's first rows of this kind and is raised after the last row.
     """
     bad: list[str] = []
-    count = 0
+    count = rows = 0
+    wanted = iter([] if kept is None else kept)
+    following = next(wanted, None)
     for number, row in enumerate(open_file(path, kind_of_name(path), [column]).rows):
+        rows += 1
+        if kept is not None:
+            if number != following:
+                yield ""
+                continue
+            following = next(wanted, None)
         value = row[column]
         if isinstance(value, str):
             yield value
@@ -65,6 +81,13 @@ def row_texts(path: Path, column: str) -> Iterator[str]:
         count += 1
         if count <= _SHOWN:
             bad.append(f"row {number}: {'null' if value is None else describe_value(value)}")
+    if following is not None:
+        raise DataError(
+            given=f"row {following:,} of {path}, which has {rows:,} rows",
+            rule="kept rows are rows of the file; they are counted from 0",
+            consequence="the corpus was not prepared",
+            nearest="data.rows with a folder that was made of this file",
+        )
     if count:
         more = f"; and {count - len(bad)} more" if count > len(bad) else ""
         raise DataError(

@@ -23,14 +23,19 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from unisono.data.kept_rows import kept_of_file, read_kept_rows
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.recordio.remote_file import is_url
+from unisono.data.rows_of_files import stamp_of
 from unisono.data.sources.remote import local_path
 from unisono.data.tokens.corpus import (
     CHANGED,
@@ -123,11 +128,15 @@ class _Inputs:
     tokenizer: Tokenizer
     eval_frac: float
     text_column: str
+    rows: dict[str, NDArray[np.int64]]  # kept rows, by path, of tables of which others are left out
 
     def digest(self) -> str:
         """Hash of all inputs, which names the cache folder."""
         content = (_FORMAT, self.tokenizer.fingerprint, self.eval_frac, self.corpus.skip_undecodable)
         content += (self.text_column,) if self.text_column else ()
+        if self.rows:
+            digests = sorted((path, xxhash.xxh3_128_hexdigest(rows.tobytes())) for path, rows in self.rows.items())
+            content += (digests,)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((*content, sorted(self.digests.items()))))
 
 
@@ -165,6 +174,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
     corpus = find_corpus(local_path(options.corpus, cache / "sources"))
     if is_url(options.corpus):
         corpus = replace(corpus, name=without_credentials(options.corpus))
+    corpus, rows = (corpus, {}) if options.train_rows is None else _kept_part(corpus, options.train_rows)
     check_text_column(corpus, options.text_column)
     try:
         make_own_folder(cache, option="data.cache_dir")
@@ -174,6 +184,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
             tokenizer=tokenizer,
             eval_frac=options.eval_frac,
             text_column=options.text_column,
+            rows=rows,
         )
         prepared = _find_or_build(cache / f"tokens-{inputs.digest()}", inputs)
         return _with_packing(prepared, options.seq_len) if options.packing == "best_fit" else prepared
@@ -184,6 +195,21 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
             consequence="the corpus was not prepared",
             nearest="set cache_dir in the data section to another folder, or free space there",
         ) from error
+
+
+def _kept_part(corpus: Corpus, folder: str) -> tuple[Corpus, dict[str, NDArray[np.int64]]]:
+    """The corpus without files of which no row is kept, and the kept rows of those of which some are."""
+    kept = read_kept_rows(folder)
+    files, some = list[SourceFile](), dict[str, NDArray[np.int64]]()
+    for file in corpus.files:
+        rows, total = kept_of_file(kept, corpus.root / file.path, stamp_of(file.size, file.mtime_ns))
+        if len(rows):
+            files.append(file)
+        if 0 < len(rows) < total:
+            some[file.path] = rows
+    if not files:
+        raise empty_split_error(replace(corpus, files=()), "train")
+    return replace(corpus, files=tuple(files)), some
 
 
 def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
@@ -420,7 +446,7 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
             raise unreadable_file_error(corpus.root / path, CHANGED)
         if inputs.text_column:
-            rows = _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
+            rows = _rows(path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
             yield from _unchanged(rows, corpus, file)
             continue
         try:
@@ -435,13 +461,16 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
         yield from ((split, part) for split, part in parts if part)
 
 
-def _rows(path: Path, inputs: _Inputs, split: str, *, alone: bool) -> Iterator[Document]:
+def _rows(path: str, inputs: _Inputs, split: str, *, alone: bool) -> Iterator[Document]:
     """(split, text) of every row that has text; of a file that is ``alone``, rows are held out by hash of their number."""
+    texts = partial(row_texts, inputs.corpus.root / path, inputs.text_column)
+    if path in inputs.rows:
+        texts = partial(texts, kept=inputs.rows[path])
     held_out = frozenset[str]()
     if alone:
-        numbers = [str(number) for number, text in enumerate(row_texts(path, inputs.text_column)) if text]
+        numbers = [str(number) for number, text in enumerate(texts()) if text]
         held_out = held_out_files(numbers, inputs.eval_frac) if len(numbers) > 1 else held_out
-    for number, text in enumerate(row_texts(path, inputs.text_column)):
+    for number, text in enumerate(texts()):
         if text:
             yield ("eval" if str(number) in held_out else split), text
 

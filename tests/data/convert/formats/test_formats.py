@@ -76,7 +76,7 @@ def test_csv_that_is_none(tmp_path: Path, content: str, what: str) -> None:
 def test_csv_of_other_text_and_of_no_base64(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"a\n\xff\n")
-    with pytest.raises(DataError, match=r"offset 2: line 2: 'utf-8' codec can't decode"):
+    with pytest.raises(DataError, match=r"offset 2: line 2: byte 2, 0xff, is not UTF-8"):
         rows_of(path)
     path.write_text("a,b\nAAE=,1\nA,2\n")
     with pytest.raises(DataError, match=r"offset 11: line 3: 'A' is no base64"):

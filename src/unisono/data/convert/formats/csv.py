@@ -22,11 +22,13 @@ from unisono.data.convert.formats.table import (
     damaged_error,
     describe_value,
     infer_schema,
+    not_utf8_error,
     open_source,
     unreadable_error,
     unwritable_error,
 )
 from unisono.data.mindrecord import FieldType
+from unisono.data.text_encoding import encoding_of
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_COLUMNS, MAX_NUMBER_CHARACTERS, MAX_RECORD_BYTES
@@ -37,6 +39,7 @@ _INT: Final = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _FLOAT: Final = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,5})?")
 _WORDS: Final = ("nan", "inf", "-inf")
 _BOM: Final = b"\xef\xbb\xbf"
+_HEAD_BYTES: Final = 256  # by which another encoding is seen
 _Cell = tuple[str, bool]  # the text, and whether it stood in quotes
 
 
@@ -185,9 +188,11 @@ def read_records(path: Path) -> Iterator[tuple[int, int, list[_Cell], bytes | by
         DataError: The file is damaged.
     """
     with open_source(path) as file:
-        offset, number = len(_BOM), 1
-        if file.read(len(_BOM)) != _BOM:
-            offset = file.seek(0)
+        head = file.read(_HEAD_BYTES)
+        offset, number = file.seek(len(_BOM) if head.startswith(_BOM) else 0), 1
+        # lines of another encoding would not end where they are cut
+        if encoding_of(head) and (error := not_utf8_error(path, "offset 0: line 1", 0, head)):
+            raise error
         while line := file.readline(MAX_RECORD_BYTES + 1):
             record, lines = line, 1
             quotes = line.count(b'"')
@@ -208,7 +213,8 @@ def read_records(path: Path) -> Iterator[tuple[int, int, list[_Cell], bytes | by
             try:
                 yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r")), record
             except ValueError as error:
-                raise damaged_error(path, offset, f"line {number}: {error}") from error
+                other = not_utf8_error(path, f"offset {offset}: line {number}", offset, bytes(record))
+                raise other or damaged_error(path, offset, f"line {number}: {error}") from error
             offset, number = offset + size, number + lines
 
 

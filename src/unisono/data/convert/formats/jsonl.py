@@ -9,9 +9,8 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,10 +18,12 @@ from unisono.data.convert.formats.table import (
     Row,
     Table,
     check_columns,
+    not_utf8_error,
     open_source,
     unreadable_error,
     unwritable_error,
 )
+from unisono.errors import DataError
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_RECORD_BYTES, check_count, decode_json
 
@@ -78,11 +79,10 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
     except ValueError as error:
-        raise unreadable_error(
-            f"{path}: line {number} at offset {offset}: {error}",
-            'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}',
-            "repair or remove that line",
-        ) from error
+        rule = (
+            'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
+        )
+        raise _line_error(line, path, number, offset, error, rule) from error
 
 
 def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[str, Any]:
@@ -90,11 +90,24 @@ def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[st
     try:
         return _values(line)
     except ValueError as error:
-        raise unreadable_error(
-            f"{path}: line {number} at offset {offset}: {error}",
-            "a line is one JSON object",
-            "repair or remove that line",
-        ) from error
+        raise _line_error(line, path, number, offset, error, "a line is one JSON object") from error
+
+
+def _line_error(line: bytes, path: Path, number: int, offset: int, error: ValueError, rule: str) -> DataError:
+    """The error for a line.
+
+    Args:
+        line: The line.
+        path: Its file.
+        number: Its number, from 1.
+        offset: Where it begins in the file.
+        error: What is wrong with it, if it is UTF-8.
+        rule: What a line is.
+    """
+    place = f"line {number} at offset {offset}"
+    return not_utf8_error(path, place, offset, line) or unreadable_error(
+        f"{path}: {place}: {error}", rule, "repair or remove that line"
+    )
 
 
 def _values(line: bytes) -> dict[str, Any]:
@@ -115,7 +128,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_decode: Final = partial(json.loads, object_pairs_hook=_object)
+def _decode(text: bytes) -> Any:
+    # of bytes, json.loads would take UTF-16 and UTF-32 as well, of which a line does not end where it is cut
+    return json.loads(text.decode("utf-8-sig", "surrogatepass"), object_pairs_hook=_object)
 
 
 def _from_json(value: Any) -> Any:

@@ -11,7 +11,7 @@ from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 def read(path: Path) -> Table:
     """The rows of all files of the file's set."""
     file = MindRecordFile(path)
-    return Table(rows=file, schema=file.schema)
+    return Table(rows=file, schema=file.schema, count=len(file))
 
 
 def write(path: Path, table: Table) -> int:

@@ -54,22 +54,35 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     if columns is not None:
         check_columns(columns, arrow.names, f"{path}")
     schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema)
+    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema, count=file.metadata.num_rows)
 
 
-def read_batches(path: Path) -> tuple[Any, Iterator[Any]]:
+def read_batches(path: Path, columns: Sequence[str] | None = None) -> tuple[Any, Iterator[Any]]:
     """The file as pyarrow has it, with columns of any type and nulls.
 
+    Args:
+        path: The file.
+        columns: Only these columns are read. By default all.
+
     Returns:
-        The ``ParquetFile``, and its record batches in bounded memory. DataError where the file is damaged.
+        The ``ParquetFile``, and its record batches in bounded memory.
+
+    Raises:
+        DataError: There is no such column; or, while batches are read, the file is damaged.
     """
     file, limits, pa = _open(path)
+    names = file.schema_arrow.names
+    if columns is not None:
+        check_columns(columns, names, f"{path}")
 
     def batches() -> Iterator[Any]:
         at = 0
         try:
-            for batch in _batches(path, file, limits, file.schema_arrow.names, pa):
-                batch.validate(full=True)
+            for batch in _batches(path, file, limits, names if columns is None else list(columns), pa):
+                try:
+                    batch.validate(full=True)
+                except pa.ArrowException as error:
+                    raise _damaged(path, f"rows {at} to {at + batch.num_rows - 1}: {error}") from error
                 yield batch
                 at += batch.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -134,6 +147,8 @@ def _batches(path: Path, file: Any, limits: ParquetLimits, columns: list[str], p
         size = os.fstat(source.fileno()).st_size
         most = SMALL_FILE_PARQUET_BYTES + MAX_PARQUET_EXPANSION * size
         for group in range(file.metadata.num_row_groups):
+            if not file.metadata.row_group(group).num_rows:
+                continue
             try:
                 rows = limits.rows_at_once(pa, source.fileno(), group, columns)
             except LimitError as error:
@@ -174,16 +189,17 @@ def write_batches(path: Path, schema: Any, batches: Iterable[Any]) -> None:
     pa, pq = _pyarrow()
     options = {"write_page_checksum": True, "write_batch_size": 64}
     group: list[Any] = []
+    rows = size = 0
     try:
         with new_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
             for batch in batches:
                 if not batch.num_rows:  # else it may become a row group without pages
                     continue
                 group.append(batch)
-                full = sum(each.num_rows for each in group) >= _GROUP_ROWS
-                if full or sum(each.nbytes for each in group) >= _GROUP_BYTES:
+                rows, size = rows + batch.num_rows, size + batch.nbytes
+                if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
                     writer.write_table(pa.Table.from_batches(group, schema))
-                    group = []
+                    group, rows, size = [], 0, 0
             if group:
                 writer.write_table(pa.Table.from_batches(group, schema))
     except (pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:

@@ -48,7 +48,8 @@ def read(path: Path) -> Table:
     # only a record shows the dtype of an array
     has_schema = len(file) > 0 or not any(isinstance(column, RaggedColumn) for column in columns.values())
     kinds = {name: _kind(column) for name, column in columns.items()} if has_schema else {}
-    return Table(rows=rows(), schema={"data": FieldType(type="bytes"), **kinds} if has_schema else None)
+    schema = {"data": FieldType(type="bytes"), **kinds} if has_schema else None
+    return Table(rows=rows(), schema=schema, count=len(file))
 
 
 def _value(column: SideColumn, number: int) -> Any:

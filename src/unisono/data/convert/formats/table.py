@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.mindrecord import FieldType
+from unisono.data.text_encoding import conversion_command, encoding_of
 from unisono.errors import DataError, nearest_name
 from unisono.sanitize import listed, quoted, shorten
 from unisono.storage.files import open_regular
@@ -35,11 +36,13 @@ class Table:
         schema: Type and shape of each field; None if only the rows determine it.
         image: Name of the field that is an image, uint8 [H, W] or [H, W, 3]; formats without such arrays hold it as
             PNG. None if there is none.
+        count: Number of rows; None if the format does not tell it before they are read.
     """
 
     rows: Iterable[Row]
     schema: dict[str, FieldType] | None = None
     image: str | None = None
+    count: int | None = None
 
 
 def open_source(path: Path) -> BinaryIO:
@@ -67,6 +70,31 @@ def damaged_error(path: Path, offset: int, what: str, *, record: int | None = No
     place = f"offset {offset}" if record is None else f"record {record} at offset {offset}"
     return unreadable_error(
         f"{path}: {place}: {what}", "a file is read as its format says, every byte of it", "a whole copy of the file"
+    )
+
+
+def not_utf8_error(path: Path, place: str, offset: int, text: bytes) -> DataError | None:
+    """The error for text that is not UTF-8; None if it is.
+
+    Args:
+        path: Its file.
+        place: Where in the file it is, in words; empty of all of it.
+        offset: Where in the file it begins.
+        text: The text.
+    """
+    fault = encoding_of(text)
+    if fault:
+        fault = f"it is {fault}, not UTF-8"
+    else:
+        try:
+            text.decode()
+            return None
+        except UnicodeDecodeError as error:
+            fault = f"byte {offset + error.start}, 0x{text[error.start]:02x}, is not UTF-8"
+    return unreadable_error(
+        f"{path}: {place}: {fault}" if place else f"{path}: {fault}",
+        "text is UTF-8",
+        f"the file in UTF-8: {conversion_command(path, text)}",
     )
 
 

@@ -47,6 +47,7 @@ from unisono.data.convert.pack.pack_job import (
 from unisono.data.convert.pack.partial_target import UNSPLIT, BadInput, PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import make_records, worker_count
 from unisono.data.convert.table_files import open_table
+from unisono.data.provenance import cleaning_file
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra
 
@@ -117,7 +118,8 @@ def pack_images(
         on_error=pack.on_error,
         bad=listing.bad,
         left_out=listing.left_out,
-        side_files={".classes.txt": "".join(f"{name}\n" for name in listing.classes)} if listing.classes else {},
+        side_files=cleaning_file([source, listing.root])
+        | ({".classes.txt": "".join(f"{name}\n" for name in listing.classes)} if listing.classes else {}),
     )
     return run_pack_job(job, [_series(name, part, listing, confined_to, options, pack) for name, part in parts.items()])
 
@@ -198,7 +200,14 @@ def pack_image_rows(
         write=_write_records,
         cut=cut_by_bytes(pack.shard_bytes),
     )
-    return run_pack_job(PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error), [series])
+    job = PackJob(
+        source=str(source),
+        target=target,
+        identity=identity,
+        on_error=pack.on_error,
+        side_files=cleaning_file([source]),
+    )
+    return run_pack_job(job, [series])
 
 
 _ImageRequest = tuple[ListedImage | BadInput, bytes | None]  # and its path or content; None for a bad input

@@ -28,6 +28,7 @@ from unisono.data.convert.pack.partial_target import (
     open_partial_target,
 )
 from unisono.data.convert.table_files import files_of
+from unisono.data.provenance import CLEANING_SUFFIX
 from unisono.errors import DataError
 from unisono.sanitize import shorten
 from unisono.storage.files import MAX_SHOWN_PATH, look_up, write_atomically
@@ -193,6 +194,7 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
         raise unwritable_error(
             f"{target}, in a folder that does not exist", "a target's folder exists", f"mkdir -p {target.parent}"
         )
+    beside.setdefault(f"{target.name}{CLEANING_SUFFIX}", b"")  # of another target of this name
     existing = [
         path
         for path in sorted(target.parent.iterdir())

@@ -28,6 +28,7 @@ from unisono.data.convert.pack.partial_target import BadInput, InputSource, Pack
 from unisono.data.convert.pack.record_schema import RecordSchema
 from unisono.data.convert.pack.worker import find_function, given_parts, make_records, worker_count
 from unisono.data.convert.table_files import Row, Table, open_table, write_table
+from unisono.data.provenance import cleaning_file
 from unisono.errors import DataError
 from unisono.storage.files import file_digest
 from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited
@@ -92,7 +93,7 @@ def pack_rows(
     image = open_table(source, base64=base64, arrays=arrays).image if schema is None else None
     if image is not None and columns:
         image = columns.get(image)
-    return _run(str(source), target, identity, packed, schema, pack, image=image)
+    return _run(str(source), target, identity, packed, schema, pack, sources=[source], image=image)
 
 
 def pack_function(
@@ -150,7 +151,8 @@ def pack_function(
         return _packed_rows(function(), start, name, packed_row)
 
     packed, total = (generated, None) if lines is None else (mapped, len(lines))
-    return _run(name, target, identity, packed, schema, pack, total=total)
+    sources = [] if items is None else [items]
+    return _run(name, target, identity, packed, schema, pack, sources=sources, total=total)
 
 
 def _check_payload(target: Path, payload: str | None, schema: RecordSchema | None, pack: PackOptions) -> None:
@@ -174,6 +176,7 @@ def _run(
     schema: RecordSchema | None,
     pack: PackOptions,
     *,
+    sources: Sequence[Path],
     total: int | None = None,
     image: str | None = None,
 ) -> PackResult:
@@ -196,7 +199,8 @@ def _run(
         target=target,
         identity={**identity, "shard_bytes": pack.shard_bytes},
         on_error=pack.on_error,
-        side_files={".schema": f"{schema.text}\n"} if schema is not None and target.suffix == ".rec" else {},
+        side_files=cleaning_file(sources)
+        | ({".schema": f"{schema.text}\n"} if schema is not None and target.suffix == ".rec" else {}),
     )
     return run_pack_job(job, [series])
 

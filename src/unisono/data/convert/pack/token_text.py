@@ -24,6 +24,7 @@ from unisono.data.convert.pack.pack_job import (
 )
 from unisono.data.convert.pack.partial_target import BadInput, PackedInput, ShardSeries
 from unisono.data.convert.table_files import open_table, read_formats
+from unisono.data.provenance import cleaning_file
 from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
@@ -89,7 +90,13 @@ def pack_text(
         cut=cut_by_bytes(shard_bytes),
         total=total,
     )
-    job = PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error)
+    job = PackJob(
+        source=str(source),
+        target=target,
+        identity=identity,
+        on_error=pack.on_error,
+        side_files=cleaning_file([source]),
+    )
     return run_pack_job(job, [series], numbered=True)
 
 

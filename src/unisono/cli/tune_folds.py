@@ -1,0 +1,145 @@
+"""``unisono tune folds``: cross-validation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_trials import check_searched, identity_of, make_trials
+from unisono.config.values import toml_value
+from unisono.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.train.config import RunConfig
+    from unisono.tune.folds import CrossValidation
+    from unisono.tune.study import TrialRecord
+
+
+@click.command("folds")
+@takes_config
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False), help="Folder of the trainings; goes on where it has some."
+)
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of parts.")
+@click.option("--group", metavar="COLUMN", help="Hold out samples with one value of a column together.")
+@click.option(
+    "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
+)
+@click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at a time.")
+@click.option(
+    "--sample-losses",
+    is_flag=True,
+    help="Write losses.safetensors: the loss of each sample, and the probability of each class, from the model that held it out.",
+)
+@every_verb
+def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
+    """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
+
+    Each sample is held out once. Of a task with classes each part has every class in its proportion. A command that was killed,
+    or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has no value.
+    """
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.tune.fold_losses import LOSSES_FILE, write_fold_losses
+    from unisono.tune.folds import FOLD, cross_validation, fold_settings, folds_space, write_folds_page
+    from unisono.tune.search import Budget
+    from unisono.tune.study import Study, StudyOptions
+
+    folder, num_folds = Path(out), int(options["folds"])
+    refuse_inside_a_job(folder)
+    files, space = [os.path.abspath(path) for path in config], folds_space(num_folds)
+    ends = {name: parameter.ends() for name, parameter in space.items()}
+    if any(text.partition("=")[0].strip() in ("data.eval_frac", "data.eval") for text in overrides):
+        raise ConfigError(
+            given="--set data.eval_frac or data.eval with tune folds",
+            rule="each part of data.train is held out in turn",
+            consequence="nothing was started",
+            nearest="--folds, and neither of them",
+        )
+    parts = _parts_setting(files, overrides, options["group"], folder)
+    settings = [*overrides, *fold_settings(num_folds), *parts]
+    resolved = check_searched(files, settings, ends, folder)
+    _refuse_token_shards(resolved.value)
+    chosen = StudyOptions(metric=options["metric"], sampler="grid")
+    study = Study(folder.absolute(), space, chosen, identity_of(resolved))
+
+    def write() -> tuple[CrossValidation, list[TrialRecord]]:
+        records = study.records()
+        found = cross_validation(chosen.metric, num_folds, records)
+        write_folds_page(folder / "report.html", found, records)
+        return found, records
+
+    try:
+        make_trials(
+            study,
+            folder,
+            resolved,
+            files,
+            settings,
+            chosen.metric,
+            Budget(),
+            options["parallel"],
+            write=write,
+            as_json=as_json,
+        )
+    finally:
+        found, records = write()
+    trials = [{**record.to_json(), "fold": int(record.settings[FOLD])} for record in records if record.settings]
+    result = {"out": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
+    lines = [found.verdict(), f"report: {folder / 'report.html'}"]
+    if options["sample_losses"]:
+        trust = ["--trust-python"] if is_python_trusted() else []
+        with sigterm_interrupts():
+            losses = write_fold_losses(folder, records, trust, lambda line: None if as_json else echo(line))
+        result["losses"] = str(folder / LOSSES_FILE)
+        lines.append(
+            f"losses of {len(losses.sample):,} of {losses.about.num_samples:,} samples: {folder / LOSSES_FILE}"
+        )
+    print_result(as_json, result, lines)
+    if len(found.values) < num_folds:
+        raise SystemExit(1)
+
+
+def _parts_setting(files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path) -> list[str]:
+    """``data.eval_parts`` as ``--set`` takes it, if the configuration does not have it: by ``--group``, else by class.
+
+    Raises:
+        ConfigError: ``--group`` is given, and the configuration has parts of its own.
+    """
+    from unisono.data.options import EVAL_BY_CLASS, EVAL_GROUP
+    from unisono.tasks.options import PREDICTORS
+
+    place = f"run.dir={folder.absolute() / 'trials' / 'none'}"
+    config = load_run_config(files, [*overrides, place], is_shown=True).value
+    given = config.data.eval_parts
+    if given and group is not None:
+        raise ConfigError(
+            given=f"--group {group} with data.eval_parts={given}",
+            rule="the samples are divided in one way",
+            consequence="nothing was started",
+            nearest="one of them",
+        )
+    if group is not None:
+        return [f"data.eval_parts={toml_value(EVAL_GROUP + group)}"]
+    has_classes = config.task.kind in PREDICTORS and config.task.predicts == "class"
+    return [f"data.eval_parts={EVAL_BY_CLASS}"] if has_classes and not given and config.data.train else []
+
+
+def _refuse_token_shards(config: RunConfig) -> None:
+    """Raise ConfigError for token shards: of their windows the last ones are held out, and no other part."""
+    from unisono.tasks.options import LANGUAGE_MODELS
+    from unisono.tasks.sources import token_shards
+
+    if config.task.kind in LANGUAGE_MODELS and token_shards(config.data.train, config.data) is not None:
+        raise ConfigError(
+            given=f"tune folds with the token shards {config.data.train}",
+            rule="each part of the samples of data.train is held out in turn, and of token shards the last windows are held out",
+            consequence="only the first training could be made, so nothing was started",
+            nearest="data.train=FILE with a text in each row; or unisono train with data.eval=SHARDS",
+        )

@@ -1,0 +1,132 @@
+"""``unisono tune system``: settings with which steps are faster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.data_quality import resumable
+from unisono.cli.terminal import echo
+from unisono.cli.tune_trials import identity_of
+from unisono.config.values import literal
+from unisono.errors import ConfigError
+from unisono.sanitize import printable
+from unisono.storage.directory import make_folder
+
+if TYPE_CHECKING:
+    from unisono.doctor.child import TrainOutcome
+    from unisono.tune.system import Candidate, Comparison
+
+_TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
+
+
+@click.command("system")
+@takes_config
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False),
+    help="Folder for the page and the overlay; goes on where it has comparisons.",
+)
+@click.option("--try", "tries", multiple=True, metavar="NAME=A,B", help="Try these values, and none but those given.")
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(min=12), help="Steps of a training.")
+@click.option(
+    "--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting."
+)
+@every_verb
+def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
+    """Find settings with which steps are faster: precision, compilation, workers, threads, allocator, micro-batch.
+
+    Each is tried in short trainings, side by side with the settings so far. system.toml has those that were faster in every pair.
+    Page and overlay are written after each setting; a command that was killed, or stopped by Ctrl-C, goes on behind the last one.
+    """
+    from unisono.doctor.child import train_child
+    from unisono.doctor.short_run import QUIET, set_arguments
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.storage.folder_lock import FolderLock
+    from unisono.tune.system import PAGE_FILE, Sweep, micro_batch_candidates, read_record, sweep, write_sweep
+
+    folder = Path(out).absolute()
+    refuse_inside_a_job(folder)
+    if len(config) > 1:
+        raise ConfigError(
+            given=f"{len(config)} files of configuration",
+            rule="the overlay that is written goes over one file",
+            consequence="nothing was started",
+            nearest="one file that has the others as its base",
+        )
+    files = [os.path.abspath(path) for path in config]
+    base = files[0] if files else ""
+    trainings = folder / _TRAININGS
+    resolved = load_run_config(files, [*overrides, f"run.dir={trainings / '0'}"], is_shown=True)
+    settings = resolved.encoded
+    first = _candidates(settings, options["tries"])
+    own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
+    quiet = {name: value for name, value in QUIET.items() if name in settings}
+    quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
+    trust = ["--trust-python"] if is_python_trusted() else []
+    given = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    numbers = count(1)
+    make_folder(folder)
+    lock = FolderLock(folder / ".lock", work="tries settings", nearest="wait for its end, or another folder (--out)")
+    try:
+        record = read_record(
+            folder,
+            {
+                **identity_of(resolved),
+                "--try": options["tries"],
+                **{f"--{name}": options[name] for name in ("steps", "pairs")},
+            },
+        )
+        shutil.rmtree(trainings, ignore_errors=True)
+        make_folder(trainings, may_be_link=False)
+
+        def train(changes: Mapping[str, Any]) -> TrainOutcome:
+            run_dir = trainings / str(next(numbers))
+            arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
+            outcome = train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
+            record.rank_batch = record.rank_batch or outcome.rank_batch()  # the first training has no changes
+            return outcome
+
+        def candidates() -> Iterator[Candidate]:
+            yield from first
+            if not options["tries"] and record.rank_batch is not None:
+                yield from micro_batch_candidates(record.rank_batch)
+
+        def tell(comparison: Comparison) -> None:
+            record.comparisons.append(comparison)
+            write_sweep(folder, base, record, own)
+            if not as_json:
+                echo(printable(f"{comparison.name}={comparison.value}: {comparison.words}"))
+
+        with resumable(Path(out)):
+            sweep(train, candidates(), pairs=options["pairs"], tell=tell, made=tuple(record.comparisons))
+        overlay = write_sweep(folder, base, record, own)
+    finally:
+        shutil.rmtree(trainings, ignore_errors=True)
+        lock.close()
+    found = Sweep(comparisons=record.comparisons)
+    lines = [found.verdict(), f"report: {folder / PAGE_FILE}"]
+    if overlay is not None:
+        lines.insert(1, f"unisono train {overlay}")
+    result = {"out": out, "report": str(folder / PAGE_FILE), "overlay": None if overlay is None else str(overlay)}
+    print_result(as_json, {**result, **found.to_json()}, lines)
+
+
+def _candidates(settings: Mapping[str, Any], tries: Sequence[str]) -> list[Candidate]:
+    """What is tried: the values of ``--try``, or without it those that depend on no training."""
+    from unisono.launch.resources import allowed_cores, count_accelerators
+    from unisono.tune.space import read_space
+    from unisono.tune.system import Candidate, candidates_of
+
+    if not tries:
+        return candidates_of(settings, has_accelerator=count_accelerators() > 0, cores=len(allowed_cores()))
+    space = {name: parameter.grid() or parameter.ends() for name, parameter in read_space(tries).items()}
+    return [Candidate(name=name, value=literal(text)) for name, texts in space.items() for text in texts]

@@ -1,0 +1,139 @@
+"""Trials of ``unisono tune``: checked before they begin, and made, with a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.common import is_python_trusted, load_run_config
+from unisono.cli.data_quality import resumable
+from unisono.cli.terminal import echo
+from unisono.errors import ConfigError
+from unisono.sanitize import printable
+
+if TYPE_CHECKING:
+    from unisono.config import Resolved
+    from unisono.train.config import RunConfig
+    from unisono.tune.search import Budget
+    from unisono.tune.study import Outcome, Study, Trial
+    from unisono.tune.trial_run import RunEnd
+
+
+def require_new(path: Path, out: str) -> None:
+    """Raise ConfigError where an earlier command has written there."""
+    if path.exists():
+        raise ConfigError(
+            given=f"--out {out}, where {path} exists",
+            rule="this command begins anew, in a folder of its own",
+            consequence="nothing was started",
+            nearest="another folder, or remove that one",
+        )
+
+
+def make_trials(
+    study: Study,
+    out: Path,
+    resolved: Resolved[RunConfig],
+    files: Sequence[str],
+    overrides: Sequence[str],
+    metric: str,
+    budget: Budget,
+    parallel: int,
+    *,
+    write: Callable[[], object],
+    as_json: bool,
+) -> None:
+    """Make the trials of a study.
+
+    Args:
+        study: Where they come from.
+        out: Its folder, as it was given.
+        resolved: The configuration without the settings that are searched.
+        files: Its files.
+        overrides: Settings of the command line.
+        metric: Name of the number that counts.
+        budget: When no further trial begins.
+        parallel: Trials at a time.
+        write: Called after each trial, to write the report of those made so far.
+        as_json: Whether no lines are printed.
+    """
+    from unisono.tune.search import Search
+    from unisono.tune.slots import divide_into_slots
+
+    printed = _Printed(metric=metric, as_json=as_json)
+
+    def tell(trial: Trial, end: RunEnd | None, outcome: Outcome | None, value: float | None) -> None:
+        printed.tell(trial, end, outcome, value)
+        if end is not None:
+            write()
+
+    launch = resolved.value.launch
+    trust = ["--trust-python"] if is_python_trusted() else []
+    search = Search(
+        study=study,
+        arguments=[*files, *trust, *(f"--set={text}" for text in overrides)],
+        metric=metric,
+        budget=budget,
+        slots=divide_into_slots(parallel, launch.num_processes, sets_threads=launch.num_threads != 0),
+        tell=tell,
+    )
+    with resumable(out):
+        search.run()
+
+
+def check_searched(
+    files: Sequence[str], overrides: Sequence[str], ends: Mapping[str, Sequence[str]], out: Path
+) -> Resolved[RunConfig]:
+    """The configuration without the settings that are searched; each of those is tried at the ends of its range.
+
+    Raises:
+        ConfigError: A value is none of its setting, or a setting is given too.
+    """
+    given = {text.partition("=")[0].strip() for text in overrides}
+    for name in ("run.dir", "run.resume"):
+        if name in ends or name in given:
+            raise ConfigError(
+                given=name,
+                rule="each trial is a run of its own, in a folder of the search",
+                consequence="nothing was started",
+                nearest="leave it out; --out is the folder of the search",
+            )
+    if both := sorted(given & set(ends)):
+        raise ConfigError(
+            given=f"--set {both[0]} with --space {both[0]}",
+            rule="a setting has one value, or is searched",
+            consequence="nothing was started",
+            nearest="one of them",
+        )
+    folder = f"run.dir={out.absolute() / 'trials' / 'none'}"  # the configuration of a run that is there would be read
+    for name, values in ends.items():
+        for value in values:
+            load_run_config(files, [*overrides, folder, f"{name}={value}"], is_shown=True)
+    return load_run_config(files, [*overrides, folder], is_shown=True)
+
+
+def identity_of(resolved: Resolved[RunConfig]) -> dict[str, Any]:
+    """What the trials of a search have in common."""
+    code = {} if resolved.python is None else {"the Python file": resolved.python.digest}
+    return {name: value for name, value in resolved.encoded.items() if name != "run.dir"} | code
+
+
+class _Printed:
+    """Lines about trials, as they begin and end."""
+
+    def __init__(self, *, metric: str, as_json: bool) -> None:
+        self._metric, self._as_json = metric, as_json
+
+    def tell(self, trial: Trial, end: RunEnd | None, outcome: Outcome | None, value: float | None) -> None:
+        if self._as_json:
+            return
+        settings = " ".join(f"{name}={text}" for name, text in trial.settings.items())
+        if end is None or outcome is None:
+            echo(printable(f"trial {trial.number}: {settings}"))
+            return
+        figure = "" if value is None else f"{self._metric} {value:.6g}"
+        words = outcome.replace("_", " ")
+        why = end.reason.partition("\n")[0]
+        shown = [figure if outcome == "done" else f"{words}{f', {figure}' if figure else ''}", why]
+        echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))

@@ -1,0 +1,103 @@
+"""Rules by which text is kept or dropped: length, words, symbols, repetition.
+
+After Gopher (Rae et al. 2021, appendix A.1.1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Final
+
+from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
+from unisono.quality.options import FilterOptions
+
+LIMITS: Final = tuple(field.name for field in fields(FilterOptions) if field.name not in ("enabled", *LANGUAGE_LIMITS))
+_SYMBOL: Final = re.compile("#|\\.\\.\\.|…")
+_BULLETS: Final = ("-", "*", "•", "‣", "◦", "·")
+_ELLIPSES: Final = ("...", "…")
+_WORD: Final = re.compile(r"\S+")
+_HUGE: Final = 1 << 23  # characters
+_MAX_WORDS_COUNTED: Final = 200_000  # of one document, for what is counted over words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedText:
+    """A text after the limits.
+
+    Attributes:
+        failed: The first limit that it does not keep; empty if it keeps all.
+        value: What that limit was compared with.
+        measured: What it and the limits before it were compared with, by the limits' names.
+    """
+
+    failed: str = ""
+    value: float = 0.0
+    measured: dict[str, float]
+
+
+def check_text(text: str, options: FilterOptions) -> CheckedText:
+    """Try the limits in the order of ``FilterOptions``, those that cost little first, until text does not keep one."""
+    measured: dict[str, float] = {}
+    for name, value in _measures(text, options):
+        measured[name] = value
+        limit: float = getattr(options, name)
+        if limit and (value < limit if name.startswith("min_") else value > limit):
+            return CheckedText(failed=name, value=value, measured=measured)
+    return CheckedText(measured=measured)
+
+
+def _measures(text: str, options: FilterOptions) -> Iterator[tuple[str, float]]:
+    """(name of a limit, value), without those that would be of no use: all others need at least one word."""
+    # a list of the words of a huge text takes many times its memory
+    num_words = sum(1 for _ in _WORD.finditer(text)) if len(text) > _HUGE else -1
+    words = [] if num_words > options.max_words > 0 else text.split()
+    num_words = max(num_words, len(words))
+    yield "min_words", num_words
+    yield "max_words", num_words
+    if not words:
+        return
+    mean = sum(map(len, words)) / len(words)
+    yield "min_mean_word_chars", mean
+    yield "max_mean_word_chars", mean
+    yield "max_symbol_ratio", len(_SYMBOL.findall(text)) / len(words)
+    lines = [line for line in map(str.strip, text.split("\n")) if line]
+    yield "max_bullet_line_frac", sum(line.startswith(_BULLETS) for line in lines) / len(lines)
+    yield "max_ellipsis_line_frac", sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
+    yield "min_alphabetic_word_frac", sum(map(_has_letter, words)) / len(words)
+    yield "max_duplicate_line_frac", 1 - len(set(lines)) / len(lines)
+    counted = words[:_MAX_WORDS_COUNTED]
+    if options.max_top_bigram_frac:
+        yield "max_top_bigram_frac", _top_pair(counted)
+    if options.max_duplicate_5gram_frac:
+        yield "max_duplicate_5gram_frac", _in_repeated(counted, 5)
+
+
+def _has_letter(word: str) -> bool:
+    return word.isalpha() or any(map(str.isalpha, word))
+
+
+def _top_pair(words: Sequence[str]) -> float:
+    """Share of characters that the most frequent pair of words takes, 0 if no pair occurs twice."""
+    pairs = Counter(pairwise(words))
+    if not pairs:
+        return 0.0
+    (pair, count) = max(pairs.items(), key=lambda item: item[1] * (len(item[0][0]) + len(item[0][1])))
+    if count < 2:
+        return 0.0
+    return min(1.0, count * (len(pair[0]) + len(pair[1])) / sum(map(len, words)))
+
+
+def _in_repeated(words: Sequence[str], size: int) -> float:
+    """Share of characters in a sequence of ``size`` words that occurred before; each character counts once."""
+    seen: set[tuple[str, ...]] = set()
+    repeated = end = 0
+    for at, ngram in enumerate(zip(*(words[begin:] for begin in range(size)), strict=False)):
+        if ngram in seen:
+            repeated += sum(map(len, words[max(at, end) : at + size]))
+            end = at + size
+        seen.add(ngram)
+    return repeated / sum(map(len, words))

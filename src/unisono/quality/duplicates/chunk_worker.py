@@ -1,0 +1,26 @@
+"""Make chunks of documents for a job: ``python -m unisono.quality.duplicates.chunk_worker RECIPE CONTAMINATION DESCRIPTOR``.
+
+RECIPE is JSON, CONTAMINATION an .npy file. The requests are those of ``chunks.encode_request``, the answers chunk files.
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+
+from unisono.data.loading.subprocess_map import serve_requests
+from unisono.quality.duplicates.chunks import answer_request
+from unisono.quality.options import CleanRecipe
+
+
+def _main(settings: str, hashes: str, descriptor: str) -> None:
+    recipe = msgspec.json.decode(settings, type=CleanRecipe)
+    contamination = np.load(hashes, mmap_mode="r", allow_pickle=False)
+    serve_requests(Connection(int(descriptor)), lambda request: answer_request(request, recipe, contamination))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Duplicates among sketched documents, and of which documents before them they are copies.
+
+Documents are taken in order. In one data set only those that are near none before them are compared with later ones, so each
+duplicate points to a document that is kept: clusters are stars, and no chain of small differences joins documents that have
+little in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.quality.duplicates.sketches import MAX_SHINGLES
+from unisono.quality.progress import SILENT, Progress
+
+MAX_COMPARED: Final = 100  # documents that one is compared with: those that share the most bands with it
+# documents of a group that a bucket holds: where more share a band, they share boilerplate, and near ones share other bands too
+MAX_BUCKET: Final = 200
+MAX_GROUPS: Final = 16  # that a bucket holds
+_Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duplicates:
+    """Documents that are copies, in ascending order.
+
+    Attributes:
+        document: Their numbers, int64 [duplicates].
+        of: Numbers of the documents they are copies of, which come before them, int64 [duplicates].
+        similarity: Jaccard similarity of the shingles of both, or correlation of the gradients of two images; 1 if they are the
+            same, float64 [duplicates].
+        exact: Whether both are the same to the last byte, bool [duplicates].
+    """
+
+    document: NDArray[np.int64]
+    of: NDArray[np.int64]
+    similarity: NDArray[np.float64]
+    exact: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, which: NDArray[Any] | slice) -> Duplicates:
+        """Some of them."""
+        return Duplicates(
+            document=self.document[which], of=self.of[which], similarity=self.similarity[which], exact=self.exact[which]
+        )
+
+    def __add__(self, other: Duplicates) -> Duplicates:
+        """Both, in ascending order."""
+        order = np.argsort(np.concatenate((self.document, other.document)), kind="stable")
+        return Duplicates(
+            document=np.concatenate((self.document, other.document))[order],
+            of=np.concatenate((self.of, other.of))[order],
+            similarity=np.concatenate((self.similarity, other.similarity))[order],
+            exact=np.concatenate((self.exact, other.exact))[order],
+        )
+
+
+def exact_duplicates(sketches: Sketches) -> Duplicates:
+    """Documents with the text of one before them, as copies of the first with that text.
+
+    Those that a step has dropped are left out.
+    """
+    compared = np.flatnonzero(sketches.reasons() == 0)
+    digests = sketches.digests()[compared]
+    order = np.lexsort((compared, digests[:, 1], digests[:, 0]))
+    digests = digests[order]
+    same = _as_before(digests[:, 0]) & _as_before(digests[:, 1])
+    leader = order[np.maximum.accumulate(np.where(same, 0, np.arange(len(order))))]
+    copies, originals = compared[order[same]], compared[leader[same]]
+    found = Duplicates(
+        document=copies, of=originals, similarity=np.ones(len(copies)), exact=np.ones(len(copies), np.bool_)
+    )
+    return found[np.argsort(copies)]
+
+
+def copies_of(exact: Duplicates, found: Duplicates) -> tuple[NDArray[np.bool_], Duplicates]:
+    """Which of ``exact`` are copies of a document that ``found`` has, bool [exact]; and what ``found`` says, for these copies."""
+    if not len(found):
+        return np.zeros(len(exact), np.bool_), found
+    at = np.minimum(np.searchsorted(found.document, exact.of), len(found) - 1)
+    is_copy = found.document[at] == exact.of
+    return is_copy, replace(found[at[is_copy]], document=exact.document[is_copy])
+
+
+def near_duplicates(
+    sketches: Sketches,
+    near: float,
+    excluded: _Numbers,
+    split_of: _Numbers | None = None,
+    progress: Progress = SILENT,
+) -> tuple[Duplicates, int]:
+    """Documents near one before them.
+
+    Args:
+        sketches: Of all documents.
+        near: The Jaccard similarity from which on.
+        excluded: Documents that are not compared, besides those that a step has dropped: exact copies.
+        split_of: Number of each document's split, ascending, int64 [documents]: only documents of different splits are
+            compared then, and a duplicate is compared with later documents, too. None: all are of one data set.
+        progress: Is told the stages of ``candidates``.
+
+    Returns:
+        The duplicates, each with the most similar of those it was compared with; and how many of the other documents were not
+        compared with all of their candidates, as there were too many.
+    """
+    buckets = Buckets()
+    found: list[tuple[int, int, float]] = []
+    crowded = 0
+    for document, shared in candidates(sketches, excluded, progress):
+        others, is_crowded = buckets.sharing(shared)
+        if split_of is not None:
+            others = [other for other in others if split_of[other] != split_of[document]]
+        best = _most_similar(sketches, document, others[:MAX_COMPARED], near)
+        if best is not None:
+            found.append((document, *best))
+        if best is None or split_of is not None:
+            buckets.add(document, shared)
+        crowded += best is None and (is_crowded or len(others) > MAX_COMPARED)
+    return duplicates_of(found), crowded
+
+
+def duplicates_of(found: Sequence[tuple[int, int, float]]) -> Duplicates:
+    """Near-duplicates from (document, the one it is near, similarity), in ascending order."""
+    documents, of, similarities = zip(*found, strict=True) if found else ((), (), ())
+    return Duplicates(
+        document=np.array(documents, np.int64),
+        of=np.array(of, np.int64),
+        similarity=np.array(similarities, np.float64),
+        exact=np.zeros(len(found), np.bool_),
+    )
+
+
+class Buckets:
+    """Documents by the keys of their bands, a limited number of each, and of each group of documents."""
+
+    def __init__(self) -> None:
+        self._members: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+
+    def sharing(self, buckets: Sequence[int], without: int | None = None) -> tuple[list[int], bool]:
+        """Documents in any of these buckets, those in most of them first, then in order; and whether one of these is full.
+
+        Args:
+            buckets: Numbers of buckets.
+            without: A group whose documents are left out.
+        """
+        shared: Counter[int] = Counter()
+        is_full = False
+        for bucket in buckets:
+            groups = self._members.get(bucket, {})
+            is_full |= len(groups) == MAX_GROUPS
+            for group, members in groups.items():
+                if group != without:
+                    shared.update(members)
+                    is_full |= len(members) == MAX_BUCKET
+        return sorted(shared, key=lambda other: (-shared[other], other)), is_full
+
+    def add(self, document: int, buckets: Sequence[int], group: int = 0) -> None:
+        """Put a document of a group into its buckets, as far as these have room for the group."""
+        for bucket in buckets:
+            groups = self._members[bucket]
+            if group not in groups and len(groups) == MAX_GROUPS:
+                continue
+            members = groups.setdefault(group, [])
+            if len(members) < MAX_BUCKET:
+                members.append(document)
+
+
+def _most_similar(sketches: Sketches, document: int, others: Sequence[int], near: float) -> tuple[int, float] | None:
+    """The most similar of other documents, the first of several, and its similarity; None if that is below ``near``."""
+    if not others:
+        return None
+    shingles = sketches.shingles(document)
+    similarities = [jaccard(shingles, sketches.shingles(other), near) for other in others]
+    best = max(similarities)
+    return (others[similarities.index(best)], best) if best >= near else None
+
+
+def candidates(
+    sketches: Sketches, excluded: _Numbers, progress: Progress = SILENT
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Each document that shares a band's key with another, in order, and its buckets: one for each key that it shares.
+
+    ``progress`` is told the bands that are grouped, and then the documents that the caller has compared.
+    """
+    is_compared = sketches.has_shingles() & (sketches.reasons() == 0)
+    is_compared[excluded] = False
+    compared = np.flatnonzero(is_compared)
+    documents: list[_Numbers] = []
+    buckets: list[_Numbers] = []
+    num_buckets = 0
+    progress.begin("grouping", sketches.num_bands, "bands")
+    for band in range(sketches.num_bands):
+        keys = sketches.band(band)[compared]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        as_before = _as_before(keys)
+        shared = as_before | np.append(as_before[1:], np.zeros(len(keys[:1]), np.bool_))
+        bucket = np.cumsum(shared & ~as_before) + num_buckets
+        documents.append(compared[order[shared]])
+        buckets.append(bucket[shared])
+        num_buckets = int(bucket[-1]) if len(bucket) else num_buckets
+        progress.advance(1)
+    if not documents:
+        return
+    every_document, every_bucket = np.concatenate(documents), np.concatenate(buckets)
+    order = np.argsort(every_document, kind="stable")
+    every_document, every_bucket = every_document[order], every_bucket[order]
+    bounds = [*np.flatnonzero(~_as_before(every_document)).tolist(), len(every_document)]
+    progress.begin("comparing", len(bounds) - 1, "documents")
+    for begin, end in pairwise(bounds):
+        yield int(every_document[begin]), every_bucket[begin:end].tolist()
+        progress.advance(1)
+
+
+def _as_before(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each value is the one before it."""
+    return np.concatenate((np.zeros(len(values[:1]), np.bool_), values[1:] == values[:-1]))
+
+
+def jaccard(first: NDArray[np.uint32], second: NDArray[np.uint32], near: float = 0.0) -> float:
+    """Jaccard similarity of two sets of shingles, each sorted and without repetitions; 0 where it cannot reach ``near``.
+
+    Of sets that were cut to their smallest hashes it is estimated from the smallest hashes of their union (bottom-k sketches,
+    Cohen and Kaplan 2007).
+    """
+    short, long = sorted((len(first), len(second)))
+    if long == MAX_SHINGLES:
+        union = np.union1d(first, second)[:MAX_SHINGLES]
+        both = np.intersect1d(np.intersect1d(first, union, assume_unique=True), second, assume_unique=True)
+        return len(both) / len(union)
+    if short < near * long or not short:
+        return 0.0
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    return common / (short + long - common)

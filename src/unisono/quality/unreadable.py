@@ -1,0 +1,61 @@
+"""Documents that cannot be read: an error, or left out, with a warning and a record of each."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.errors import DataError
+from unisono.quality.cleaning.steps import UNREADABLE
+from unisono.quality.documents import Documents
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.storage.files import new_file
+
+DROPPED_FILE: Final = "dropped.jsonl"
+_LOG: Final = logging.getLogger("unisono")
+
+
+def unreadable_documents(documents: Documents, sketches: Sketches, *, drops: bool) -> dict[int, str]:
+    """Why documents cannot be read, by their number, in order; a warning says how many are left out.
+
+    Args:
+        documents: The data set.
+        sketches: Of all documents.
+        drops: Whether such documents are left out, or an error.
+
+    Raises:
+        DataError: There are some, and they are not left out.
+    """
+    faults = sketches.faults()
+    if not faults:
+        return faults
+    number, fault = next(iter(faults.items()))
+    files, rows = sketches.places()
+    place = documents.place(int(files[number]), int(rows[number]))
+    if not drops:
+        raise DataError(
+            given=f"{place}: {fault}; {len(faults):,} such documents in all",
+            rule="documents can be read",
+            consequence="nothing was written",
+            nearest="without these; --on-error skip leaves them out",
+        )
+    _LOG.warning("%d documents that cannot be read are left out, the first is %s: %s", len(faults), place, fault)
+    return faults
+
+
+def unreadable_record(pairs: PlacedPairs, document: int, fault: str) -> dict[str, Any]:
+    """The line of ``dropped.jsonl`` of a document that cannot be read."""
+    return {**pairs.place(document), "reason": UNREADABLE, "fault": fault}
+
+
+def write_unreadable(folder: Path, pairs: PlacedPairs, faults: Mapping[int, str]) -> None:
+    """Write ``dropped.jsonl`` if documents were left out, with a line of each."""
+    if faults:
+        with new_file(folder / DROPPED_FILE) as file:
+            for document, fault in faults.items():
+                record = unreadable_record(pairs, document, fault)
+                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")

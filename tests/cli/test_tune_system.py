@@ -1,0 +1,84 @@
+"""``unisono tune system``: what it tries by itself, and an interrupted sweep that goes on."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Desk
+
+from unisono.doctor import child
+from unisono.doctor.child import TrainOutcome
+from unisono.observe.events import events_path
+from unisono.storage.run_folder import PLAN_FILE
+from unisono.tune import system
+from unisono.tune.system import Candidate
+
+
+def trainings(calls: list[dict[str, str]], *, interrupted_at: int = 0) -> Callable[..., TrainOutcome]:
+    """Trainings of which the files are made up: with a micro-batch of 4 they take half of the time."""
+
+    def train(run_dir: Path, arguments: Sequence[str], *, timeout_s: float) -> TrainOutcome:
+        texts = [each.removeprefix("--set=").split("=", 1) for each in arguments if each.startswith("--set=")]
+        settings = dict(texts)
+        calls.append(settings)
+        if len(calls) == interrupted_at:
+            raise KeyboardInterrupt
+        micro_batch = int(settings.get("plan.micro_batch", 2))
+        events_path(run_dir, 0).parent.mkdir(parents=True)
+        batch = {"global_batch": 8, "micro_batch": micro_batch, "accumulation": 8 // micro_batch}
+        (run_dir / PLAN_FILE).write_text(json.dumps({"batch": batch}))
+        step: dict[str, Any] = {"kind": "step", "train/loss": 1.0, "time/window_s": 0.1 if micro_batch == 4 else 0.2}
+        lines = [json.dumps({**step, "step": number}) for number in range(1, 31)]
+        events_path(run_dir, 0).write_text("\n".join(lines) + "\n")
+        return TrainOutcome(run_dir=run_dir, code=0, took_s=1.0, said="")
+
+    return train
+
+
+def one_candidate(*_given: Any, **_options: Any) -> list[Candidate]:
+    return [Candidate(name="launch.allocator", value="system")]
+
+
+def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, calls = tmp_path / "system", list[dict[str, str]]()
+    monkeypatch.setattr(system, "candidates_of", one_candidate)
+    command = ["tune", "system", *desk.settings, f"--out={out}", "--pairs=2"]
+    monkeypatch.setattr(child, "train_child", trainings(calls, interrupted_at=6))
+    first = desk.here(*command)
+    assert first.code == 1
+    assert f"the same command goes on in {out}" in first.err
+    assert "launch.allocator=system: 1 times the time" in first.out
+    assert "launch.allocator=system" in (out / "report.html").read_text()
+    assert len(json.loads((out / "report.json").read_text())["comparisons"]) == 1
+    assert [path.name for path in out.iterdir() if path.name.startswith(".trainings")] == []
+    calls.clear()
+    monkeypatch.setattr(child, "train_child", trainings(calls))
+    done = desk.here(*command, "--json")
+    assert done.code == 0, done.err
+    tried = [(each["name"], each["value"]) for each in done.json["comparisons"]]
+    assert tried == [("launch.allocator", "system"), ("plan.micro_batch", 4), ("plan.micro_batch", 1)]
+    assert [settings.get("plan.micro_batch") for settings in calls] == [None, "4", "4", None, "4", "1"]
+    assert (done.json["out"], done.json["report"]) == (str(out), str(out / "report.html"))
+    assert done.json["kept"] == {"plan.micro_batch": 4}
+    assert tomllib.loads((out / "system.toml").read_text())["plan"]["micro_batch"] == 4
+    calls.clear()
+    assert desk.here(*command, "--json").json == done.json
+    assert calls == []
+    other = desk.here(*command[:-1], "--pairs=1")
+    assert other.code == 2
+    assert "--pairs 1 for the sweep in" in other.err
+
+
+@pytest.mark.full
+def test_the_micro_batch_of_a_real_plan(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 4 of 4 samples: only half of it can be tried."""
+    monkeypatch.setattr(system, "candidates_of", one_candidate)
+    done = desk.here("tune", "system", *desk.settings, f"--out={tmp_path / 'system'}", "--pairs=1", "--json")
+    assert done.code == 0, done.err
+    found = [(each["name"], each["value"], each["reason"]) for each in done.json["comparisons"]]
+    assert found == [("launch.allocator", "system", ""), ("plan.micro_batch", 2, "")]
