@@ -28,6 +28,7 @@ from unisono.data.convert.pack import pack_images
 from unisono.quality.columns.series import new_array
 from unisono.quality.labels.label_errors import find_label_errors
 
+WORK = Path("out", "work")  # intermediate files of a job
 pytest.importorskip("rensa")
 
 TEMPORARY = re.compile(r"\.tmp-\d+-[0-9a-f]+")
@@ -209,11 +210,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_a_kill_at_each_stage(killer: Killer, tmp_path: Path, case: Case) -> None:
     job = Job(killer, tmp_path, case)
     changes, watched = job.ended.changes, job.ended.watched
-    written = [number for number, change in enumerate(changes) if change.startswith("open out/work/new/")]
+    written = [number for number, change in enumerate(changes) if change.startswith(f"open {WORK}/new/")]
     for moment in (
         {"at_call": watched[len(watched) // 2]},  # in the comparison
         {"at_change": written[len(written) // 2] + 1},  # while kept rows are written
-        {"at_change": job.before(r"^os\.rename out/work/new/[^/ ]+ out/[^/ ]+$") + 1},  # between two results
+        {"at_change": job.before(rf"^os\.rename {WORK}/new/[^/ ]+ out/[^/ ]+$") + 1},  # between two results
         {"at_change": job.before(r"^open out/report\.json\.tmp")},  # all results are there, and no report
         {"at_change": job.before(r"^os\.rename out/report\.json\.tmp")},  # a report under another name
         {"at_change": len(changes) - 1},  # the report is there, and the last of the intermediate files
@@ -228,7 +229,7 @@ def kill_twice(job: Job) -> None:
     results = job.before(r"^open out/report\.json\.tmp")
     job.kill(at_change=results)
     changes = job.require_goes_on().changes
-    last = max(number for number, change in enumerate(changes) if change.startswith("open out/work/new/"))
+    last = max(number for number, change in enumerate(changes) if change.startswith(f"open {WORK}/new/"))
     report = next(number for number, change in enumerate(changes) if "out/report.json.tmp" in change)
     for number in range(last + 1, report + 1):
         job.kill(at_change=results)
@@ -256,7 +257,7 @@ def test_a_kill_before_each_change_and_at_random(killer: Killer, tmp_path: Path,
 def test_processes_end_with_the_command_that_is_killed(killer: Killer, tmp_path: Path) -> None:
     """``run`` returns when nobody has the standard error that they share."""
     job = Job(killer, tmp_path, Case(texts, "dedup a.jsonl b.jsonl --workers 2", "jaccard"))
-    for what in (r"^open out/work/sketches/chunk-", r"^open out/work/sketches/chunks\.jsonl", r"^open out/work/new/"):
+    for what in (rf"^open {WORK}/sketches/chunk-", rf"^open {WORK}/sketches/chunks\.jsonl", rf"^open {WORK}/new/"):
         job.kill(at_change=job.before(what))
         job.require_goes_on()
 
