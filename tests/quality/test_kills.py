@@ -182,7 +182,7 @@ class Job:
             "given": f"out, which cannot be written: {reason}",
             "rule": "results are written into a folder, which needs room for them and for intermediate files",
             "consequence": "the job is not finished",
-            "nearest": "room there, and the right to write there; then the same command goes on",
+            "nearest": "room there, and the right to write there; then run the same command again",
         }
         self.require_no_part()
 

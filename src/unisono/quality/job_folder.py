@@ -138,7 +138,7 @@ def open_job(
             given=f"{path}, which cannot be written: {os_reason(error)}",
             rule="results are written into a folder, which needs room for them and for intermediate files",
             consequence="the job is not finished",
-            nearest="room there, and the right to write there; then the same command goes on",
+            nearest="room there, and the right to write there; then run the same command again",
         ) from error
 
 
