@@ -88,6 +88,16 @@ def test_masked_values_of_jsonl_can_be_put_back(tmp_path: Path) -> None:
     assert "dropped" in json.loads((tmp_path / "out/report.json").read_text())["changes"]
 
 
+def test_a_column_and_a_group_with_lone_surrogates(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"\\ud800":{value},"\\udfff":"\\ud800"}}\n' for value in values()))
+    result = check_columns([path], out=tmp_path / "out", options=ColumnOptions(group="\udfff", mask=REASONS))
+    assert {line["column"] for line in lines(tmp_path / "out" / "flagged.jsonl")} == {"\ud800"}
+    masked = {line["row"]: line["value"] for line in lines(tmp_path / "out" / "masked.jsonl")}
+    assert masked == PLANTED
+    assert check_columns([path], out=tmp_path / "out", options=ColumnOptions(group="\udfff", mask=REASONS)) == result
+
+
 def test_masked_values_of_csv_can_be_put_back(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     texts = [{"NaN": "nan", "Infinity": "inf"}.get(value, value) for value in values()]

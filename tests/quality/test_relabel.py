@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from unisono.quality.labels import relabel as relabel_module
 from unisono.quality.labels.label_errors import find_label_errors
 from unisono.quality.labels.relabel import relabel
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.split import split
 
 EVIL = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
 EXACT = DuplicateOptions(near=0.0)
@@ -67,6 +69,26 @@ def test_marked_labels_change_and_nothing_else(tmp_path: Path, suffix: str) -> N
         {"file": name, "row": 5, "action": "change", "new_row": 4, "label": "b", "to": EVIL},
     ]
     assert relabel([data], tmp_path / "new", marks) == result
+
+
+def test_labels_with_lone_surrogates(tmp_path: Path) -> None:
+    """JSON escapes them, and UTF-8 does not have them."""
+    data = tmp_path / "all.jsonl"
+    data.write_text('{"text":"same","label":"\\ud800x"}\n{"text":"same","label":"b"}\n{"text":"\\udfff","label":"b"}\n')
+    found = find_label_errors([data], tmp_path / "out", "label", options=EXACT)
+    assert found.labels == {"\ud800x": 1, "b": 2}
+    assert find_label_errors([data], tmp_path / "out", "label", options=EXACT) == found
+    conflict = json.loads((tmp_path / "out" / "conflicts.jsonl").read_bytes())
+    assert conflict["labels"] == {"\ud800x": 1, "b": 1}
+    marks = save_marks(tmp_path / "marks.json", tmp_path / "out", mark("all.jsonl", 1, "b", "change", to="\ud800x"))
+    assert relabel([data], tmp_path / "new", marks).changes == (("b", "\ud800x", 1),)
+    assert json.loads((tmp_path / "new" / "changes.jsonl").read_bytes())["to"] == "\ud800x"
+    lines = (tmp_path / "new" / "data" / "all.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["label"] for line in lines] == ["\ud800x", "\ud800x", "b"]
+    parts = {"train": Fraction(2, 3), "test": Fraction(1, 3)}
+    result = split([data], tmp_path / "parts", parts, class_field="label", options=EXACT)
+    assert sum(part.classes["\ud800x"] for part in result.parts) == 1
+    assert split([data], tmp_path / "parts", parts, class_field="label", options=EXACT) == result
 
 
 def test_changes_can_be_undone(tmp_path: Path) -> None:
@@ -136,8 +158,8 @@ def test_a_file_that_is_none_of_marks_is_refused(tmp_path: Path) -> None:
     marks = save_marks(tmp_path / "marks.json", tmp_path / "out", version=2)
     for content, said in (
         (None, "version 2"),
-        (marks.read_bytes()[:-5], "truncated"),
-        (b"", "truncated"),
+        (marks.read_bytes()[:-5], "delimiter"),
+        (b"", "Expecting value"),
         (b"[]", "object"),
     ):
         if content is not None:

@@ -33,7 +33,7 @@ from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, unreadable_record
-from unisono.storage.files import new_file
+from unisono.storage.json_lines import write_json_lines
 
 EXACT: Final = "dedup.exact"
 NEAR: Final = "dedup.near"
@@ -181,9 +181,7 @@ def clean(
         quoting = dropped[CONTAMINATED]
         texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
         quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
-        with new_file(job.new / DROPPED_FILE) as file:
-            for record in _dropped(reasons, sketches, pairs, duplicates, quotes, faults):
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        write_json_lines(job.new / DROPPED_FILE, _dropped(reasons, sketches, pairs, duplicates, quotes, faults))
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
         progress.advance(1)

@@ -18,6 +18,7 @@ from unisono.errors import ConfigError, Problem
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, os_reason, write_atomically
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.json_lines import as_json
 from unisono.storage.limits import LimitError, read_json
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class JobFolder:
             if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files
                 place.rename(self._old / entry.name)
             entry.rename(place)
-        write_atomically(self._path / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+        write_atomically(self._path / REPORT_FILE, as_json(report, indent=1) + b"\n")
         shutil.rmtree(self._path / _WORK)
 
 

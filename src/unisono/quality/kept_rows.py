@@ -37,6 +37,7 @@ from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
+from unisono.storage.json_lines import as_json
 from unisono.tasks.sources import TARGETS
 
 WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
@@ -205,14 +206,6 @@ def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> byte
     else:
         row[label] = msgspec.Raw(as_json(label_like(new, json.loads(bytes(row[label])))))
     return msgspec.json.encode(row) + (b"\n" if line.endswith(b"\n") else b"")
-
-
-def as_json(value: Any) -> bytes:
-    """A value as JSON, characters as they are where UTF-8 has them."""
-    try:
-        return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # lone surrogates, which only escapes can write
-        return json.dumps(value).encode()
 
 
 def _row_with_text(row: Row, file: InputFile, column: str | None, label: str | None, text: bytes) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from unisono.quality.cleaning.steps import UNREADABLE
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches
-from unisono.storage.files import new_file
+from unisono.storage.json_lines import write_json_lines
 
 DROPPED_FILE: Final = "dropped.jsonl"
 _LOG: Final = logging.getLogger("unisono")
@@ -55,7 +54,5 @@ def unreadable_record(pairs: PlacedPairs, document: int, fault: str) -> dict[str
 def write_unreadable(folder: Path, pairs: PlacedPairs, faults: Mapping[int, str]) -> None:
     """Write ``dropped.jsonl`` if documents were left out, with a line of each."""
     if faults:
-        with new_file(folder / DROPPED_FILE) as file:
-            for document, fault in faults.items():
-                record = unreadable_record(pairs, document, fault)
-                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        records = (unreadable_record(pairs, document, fault) for document, fault in faults.items())
+        write_json_lines(folder / DROPPED_FILE, records)

@@ -14,8 +14,8 @@ from typing import Any, Final
 from unisono.data.convert.formats.csv import read_records
 from unisono.quality.columns.file_change import FileChange
 from unisono.quality.columns.table_cells import FLOAT, INT, NULL, csv_kind, decoded
-from unisono.quality.kept_rows import as_json
 from unisono.storage.files import new_file, open_regular
+from unisono.storage.json_lines import as_json
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _JSON: Final = json.JSONDecoder()

@@ -5,7 +5,6 @@ Both are reported, and changed in a copy of the tables if that is wanted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +32,7 @@ from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, opener
+from unisono.storage.json_lines import json_line
 
 FLAGGED_FILE: Final = "flagged.jsonl"
 
@@ -208,7 +208,9 @@ def _judge(
         numeric.append(replace(judged, places=_placed(judged.places, documents, groups)))
         for row, reasons in _flagged_rows(flags, REASONS):
             value = json_number(column.value(row))
-            flagged.write(_line({**_place(documents, groups, row), "column": name, "reasons": reasons, "value": value}))
+            flagged.write(
+                json_line({**_place(documents, groups, row), "column": name, "reasons": reasons, "value": value})
+            )
         masked[name] = _rows_with(flags, bits, scratch / f"masked-{len(masked)}")
         progress.advance(1)
     if options.time is None:
@@ -218,7 +220,7 @@ def _judge(
     unit = "s" if any(found.time_unit_s for found in facts) else ""
     times = judge_times(options.time, stamps, flags, scratch, groups=groups.names, max_gap=options.max_gap, unit=unit)
     for row, reasons in _flagged_rows(flags, TIME_REASONS):
-        flagged.write(_line({**_place(documents, groups, row), "column": options.time, "reasons": reasons}))
+        flagged.write(json_line({**_place(documents, groups, row), "column": options.time, "reasons": reasons}))
     progress.advance(1)
     return numeric, replace(times, places=_placed(times.places, documents, groups)), masked
 
@@ -269,7 +271,3 @@ def _rows_with(flags: NDArray[np.uint8], bits: int, path: Path) -> NDArray[np.in
         for begin in range(0, len(flags), CHUNK):
             file.write((begin + np.flatnonzero(flags[begin : begin + CHUNK] & bits)).astype(np.int64).tobytes())
     return mapped(path, np.int64)
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"

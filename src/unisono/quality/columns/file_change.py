@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from unisono.quality.columns.targets import Target
 from unisono.quality.documents import InputFile
 from unisono.quality.progress import Advance, ignore
 from unisono.sanitize import quoted
+from unisono.storage.json_lines import json_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +136,7 @@ class FileChange:
         self.log.masked[column] += 1
         new_row = row - self.log.dropped[self.file.name]
         record = {"file": self.file.name, "row": row, "new_row": new_row, "column": column, "value": text}
-        self.log.masked_file.write(_line(record))
+        self.log.masked_file.write(json_line(record))
 
     def drop(self, row: int, column: str, value: str, reason: str) -> None:
         """Leave out a row with a value that cannot be cast. Raises DataError if that is not wanted."""
@@ -150,7 +150,7 @@ class FileChange:
             )
         self.log.dropped[self.file.name] += 1
         record = {"file": self.file.name, "row": row, "column": column, "value": value, "reason": reason}
-        self.log.dropped_file.write(_line(record))
+        self.log.dropped_file.write(json_line(record))
 
 
 def _words(target: Target) -> str:
@@ -159,7 +159,3 @@ def _words(target: Target) -> str:
     if target.encoding:
         return target.encoding
     return target.kind if target.kind != "other" else target.stored
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

@@ -42,6 +42,7 @@ from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
 from unisono.storage.files import opener, write_atomically
+from unisono.storage.json_lines import as_json
 from unisono.storage.limits import read_json
 
 MAX_GROUPS: Final = 100_000
@@ -134,7 +135,7 @@ def scan_files(
             make_folder(place)
             meter = FileMeter(file.size, progress.advance)
             found = _FileScan(file, place, time, group).run(meter)
-            write_atomically(place / _FACTS, msgspec.json.encode(found))
+            write_atomically(place / _FACTS, as_json(msgspec.to_builtins(found)))
             meter.end()
         facts.append(found)
     documents.require_unchanged()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from unisono.data.image.decoding import Pixels, decode
 from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.near_duplicates import Duplicates
-from unisono.storage.files import new_file
+from unisono.storage.json_lines import write_json_lines
 
 _EXAMPLES: Final = 50
 _EXCERPT: Final = 1000  # characters
@@ -91,8 +90,7 @@ class PlacedPairs:
 
     def write(self, path: Path, duplicates: Duplicates) -> None:
         """Write a line of JSON for each duplicate."""
-        with new_file(path) as file:
-            file.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in self.records(duplicates))
+        write_json_lines(path, self.records(duplicates))
 
     def records(self, duplicates: Duplicates) -> Iterator[dict[str, Any]]:
         """Places of each duplicate and of the document it is a copy of, their similarity, and whether they are the same."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
@@ -25,7 +24,8 @@ from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
-from unisono.storage.files import file_digest, new_file
+from unisono.storage.files import file_digest
+from unisono.storage.json_lines import write_json_lines
 
 CONFLICTS_FILE: Final = "conflicts.jsonl"
 SUSPECTS_FILE: Final = "suspects.jsonl"
@@ -134,8 +134,8 @@ def find_label_errors(
         groups, crowded = find_conflicts(documents.content, sketches, options, labels.of, progress)
         progress.begin("reporting", 1, "pages")
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
-        _write_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
-        _write_lines(job.new / SUSPECTS_FILE, suspect_lines)
+        write_json_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
+        write_json_lines(job.new / SUSPECTS_FILE, suspect_lines)
         write_unreadable(job.new, places, faults)
         result = LabelsResult(
             content=documents.content,
@@ -252,8 +252,3 @@ def _conflict_line(group: ConflictGroup, labels: Labels, places: PlacedPairs) ->
             for document, similarity in zip(group.documents, group.similarity, strict=True)
         ],
     }
-
-
-def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    with new_file(path) as file:
-        file.writelines(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -71,7 +70,7 @@ def read_marks(path: Path) -> Marks:
         DataError: It is not there, is damaged or of another version, or has two marks of one document.
     """
     try:
-        found: Marks = read_json(path, partial(msgspec.json.decode, type=Marks))
+        found = msgspec.convert(read_json(path), Marks)  # msgspec's own decoder takes no lone surrogates
     except (OSError, ValueError) as error:
         raise _refused(f"{path}: {error}") from error
     if found.version != VERSION:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
@@ -27,7 +26,8 @@ from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
-from unisono.storage.files import file_digest, new_file
+from unisono.storage.files import file_digest
+from unisono.storage.json_lines import write_json_lines
 
 CHANGES_FILE: Final = "changes.jsonl"
 
@@ -130,9 +130,7 @@ def relabel(
             advance=progress.advance,
         )
         progress.begin("reporting", 1, "pages")
-        with new_file(job.new / CHANGES_FILE) as file:
-            lines = _lines(documents, marked, is_kept, files, rows, new_names)
-            file.writelines(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)
+        write_json_lines(job.new / CHANGES_FILE, _lines(documents, marked, is_kept, files, rows, new_names))
         result = RelabelResult(
             documents=len(sketches),
             kept=int(is_kept.sum()),
