@@ -160,5 +160,5 @@ def test_rows_of_other_data(desk: Desk) -> None:
         ),
     ):
         assert refused.code == 2
-        assert "rule: kept rows are those of files as they were" in refused.err
+        assert "rule: a folder of kept rows is valid only for the unchanged files" in refused.err
     assert not (desk.folder / "c.jsonl").exists()

@@ -21,6 +21,7 @@ from unisono.data.convert.pack import pack_images
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.data.dataset import read_samples
+from unisono.data.kept_rows import kept_samples, read_kept_rows, without_dropped
 from unisono.data.sample_losses import VERSION, LossesOf, SampleLosses, describe_files
 from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
@@ -332,6 +333,10 @@ def test_files_move_to_the_folders_of_their_labels_and_back(tmp_path: Path) -> N
         after[change["file"]] = after.pop(change["new_file"])
     after["c/3.png"] = before["c/3.png"]
     assert after == before
+    # the numbers of the kept rows are those of the inputs, under their names
+    kept = read_kept_rows(tmp_path / "new")
+    assert without_dropped(kept, folder, before) == [name for name in before if name != "c/3.png"]
+    assert len(kept_samples(kept, [folder])[0]) == 6
     # the new data set is read as any other, with its new labels
     again = find_label_errors([tmp_path / "new" / "data"], tmp_path / "again", options=EXACT)
     assert again.labels == {"b": 3, "c": 2, "a": 1}

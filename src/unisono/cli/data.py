@@ -119,7 +119,7 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     "--rows",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Only the rows that unisono data clean, dedup, split or leak kept in FOLDER.",
+    help="Only the rows that unisono data clean, dedup, split, leak or relabel kept in FOLDER.",
 )
 @every_verb
 def convert_file(

@@ -27,7 +27,7 @@ from unisono.storage.limits import LimitError, read_json
 
 KEPT_FOLDER: Final = "kept"
 _MOST_ROWS: Final = 1 << 48
-_AGAIN: Final = "unisono data clean, dedup, split or leak again, with another folder"
+_AGAIN: Final = "unisono data clean, dedup, split, leak or relabel again, with another folder"
 
 
 class KeptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,7 +186,7 @@ def _named(files: Sequence[str | Path]) -> str:
 def _refused(given: str, nearest: str) -> DataError:
     return DataError(
         given=given,
-        rule="kept rows are those of files as they were: data clean, dedup, split and leak write them into their folder",
+        rule="a folder of kept rows is valid only for the unchanged files that it was made from",
         consequence="it is not known which rows are read",
         nearest=nearest,
     )

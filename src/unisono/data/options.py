@@ -53,8 +53,8 @@ class DataOptions:
     )
     rows: str | tuple[str, ...] = option(
         "",
-        "Folder of kept rows ('unisono data clean', 'dedup', 'split' or 'leak'): only these rows of train or corpus are read; a"
-        " second folder is for eval. Empty = all rows.",
+        "Folder of kept rows ('unisono data clean', 'dedup', 'split', 'leak' or 'relabel'): only these rows of train or corpus"
+        " are read; a second folder is for eval. Empty = all rows.",
         applies_with="data.train, or data.corpus other than stdlib",
     )
     cache_gib: float = option(

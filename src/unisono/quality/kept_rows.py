@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -51,6 +52,7 @@ def write_kept(
     changed: Iterable[tuple[int, bytes]] = (),
     *,
     label: str | None = None,
+    new_names: Mapping[int, str] = MappingProxyType({}),
     index_only: bool,
     advance: Advance = ignore,
 ) -> int:
@@ -68,6 +70,7 @@ def write_kept(
         changed: Number and new text in UTF-8 of documents whose text is another, in order; or their new label.
         label: The field whose values ``changed`` has, as text, each of which becomes a value of the type of the one before.
             None: it has texts.
+        new_names: Names in ``data`` of files that have another one there than in the inputs, by the number of the file.
         index_only: Whether to write only the numbers.
         advance: Is told the kept documents that are written.
 
@@ -78,13 +81,14 @@ def write_kept(
         DataError: A file cannot be read or written in its format, or a label is none of the type of those of its file.
     """
     new_texts = _NewTexts(changed, advance)
-    for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
+    for number, (file, end, count) in enumerate(zip(documents.files, np.cumsum(counts), counts, strict=True)):
         kept = is_kept[end - count : end]
         with new_file(_place(folder / KEPT_FOLDER / f"{file.name}.npy")) as index:
             np.save(index, np.flatnonzero(kept).astype(np.int64))
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
-            _write_file(file, _place(folder / DATA_FOLDER / file.name), kept, texts, documents.column, label)
+            target = _place(folder / DATA_FOLDER / new_names.get(number, file.name))
+            _write_file(file, target, kept, texts, documents.column, label)
         for _ in texts:  # which no file has read
             pass
     write_kept_files(folder, list(_kept_files(documents, is_kept, counts)))

@@ -111,21 +111,20 @@ def relabel(
         is_kept[[document for document, mark in marked.items() if mark.action == "drop"]] = False
         changed = [(document, mark) for document, mark in marked.items() if mark.action == "change"]
         new_names = _new_names(documents, [(int(files[document]), str(mark.to)) for document, mark in changed])
-        renamed = [replace(file, name=new_names.get(number, file.name)) for number, file in enumerate(documents.files)]
         new_labels = (
             (document, str(mark.to).encode("utf-8", "surrogatepass"))
             for document, mark in changed
             if int(files[document]) not in new_names
         )
-        in_new_files = replace(documents, files=tuple(renamed))
         progress.begin("writing", int(is_kept.sum()), "documents")
         write_kept(
-            in_new_files,
+            documents,
             job.new,
             is_kept,
             counts,
             new_labels,
             label=marks.label,
+            new_names=new_names,
             index_only=False,
             advance=progress.advance,
         )
