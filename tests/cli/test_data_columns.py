@@ -65,7 +65,7 @@ def test_files_of_one_schema(desk: Desk) -> None:
     assert done.code == 0, done.err
     assert done.json["differences"] == []
     assert done.json["options"]["max_gap"] == 20
-    loose = desk.here("data", "columns", "a.jsonl", "--max-z", "1", "--max-stuck", "5", "--group", "t", "--json")
+    loose = desk.here("data", "columns", "a.jsonl", "--max-z", "1", "--stuck-run", "5", "--group", "t", "--json")
     assert loose.json["numeric"][0]["not_judged"] == {"fewer than 50 values": 200}
 
 

@@ -58,6 +58,13 @@ def test_texts_of_every_format(tmp_path: Path, suffix: str) -> None:
     assert result.dropped == {"filter.min_words": 1, "dedup.exact": 1, "dedup.near": 1}
 
 
+def test_only_what_was_replaced_in_kept_documents_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps({'text': TEXTS[1]})}\n" * 3)
+    result = clean([path], tmp_path / "out", RECIPE)
+    assert (result.kept, result.changed, result.masked) == (1, 1, {"email": 1})
+
+
 def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):

@@ -29,7 +29,7 @@ from unisono.quality.options import (
 )
 
 # BLAKE2b-128 of the outcome of ``outcome``, by version. A new outcome is a new line here and a new version in the code.
-OUTCOMES = {1: "f252d75740d00c25411f2fe0671250ef"}
+OUTCOMES = {1: "f252d75740d00c25411f2fe0671250ef", 2: "557913d085a1380c10b52c5313a75340"}
 
 PROSE = (
     "The garden behind the house was quiet, and the old man who had built it sat under the tree that he liked most. "
@@ -51,6 +51,7 @@ TEXTS = [
     f"{PROSE} Write to jane@example.org or +49 30 901820, from 8.8.8.8, with 4111 1111 1111 1111 12/26.",
     f"{PROSE} The account is AT61 1904 3002 3457 3201 BIC: X, the key AKIAIOSFODNN7EXAMPLE.",
     f"{PROSE} Which of the planets of the sun has the most moons, and how many of them are larger than ours?",
+    " ".join(["go on"] * 30 + [f"{'n' * 200}{number}" for number in range(2)]),
     f"{PROSE}\ud800\u200b\x00 中文和日本語のテキスト {PROSE}",
 ]
 BENCHMARK = "Which of the planets of the sun has the most moons, and how many of them are larger than ours?"
@@ -85,7 +86,7 @@ def outcome(folder: Path) -> str:
         kinds.append([text.hex() for text in cleaned.texts])
         kinds.append([REASONS[number] for number in cleaned.reasons.tolist()])
         kinds.append([round(value, 6) for value in cleaned.values.tolist()])
-        kinds.append(dict(sorted(cleaned.masked.items())))
+        kinds.append(cleaned.masked.tolist())
     for suffix in (".png", ".jpg"):
         checked = [check_image(picture, suffix, ImageOptions()) for picture in pictures()]
         kinds.append([(each.failed, round(each.value, 4)) for each in checked])

@@ -59,6 +59,8 @@ def test_each_defect_has_its_reason(tmp_path: Path) -> None:
         "tiny.jpg": "images.min_side_px",
     }
     faults = {record["file"]: record.get("fault", "") for record in read(tmp_path / "out/dropped.jsonl")}
+    (misnamed,) = (record for record in read(tmp_path / "out/dropped.jsonl") if record["file"] == "misnamed.png")
+    assert misnamed == {"file": "misnamed.png", "row": 0, "reason": "images.checks_format", "format": "JPEG"}
     assert all(faults[name] for name, reason in reasons.items() if reason == "unreadable")
     assert (result.documents, result.kept) == (13, 6)
     assert names(tmp_path / "out/data") == [f"good/{seed:04d}.jpg" for seed in range(6)]
@@ -140,7 +142,7 @@ def test_splits_keep_copies_together(tmp_path: Path) -> None:
             content = edits(photograph(begin + copy))["poor.jpg"]
             (tmp_path / "images" / name / f"copy-{copy}.jpg").write_bytes(content)
     parts = {"train": Fraction(1, 2), "test": Fraction(1, 2)}
-    result = split([tmp_path / "images"], tmp_path / "out", parts, class_field="folder")
+    result = split([tmp_path / "images"], tmp_path / "out", parts, class_field="targets")
     assert [part.classes for part in result.parts] == [{"cat": 12, "dog": 12}] * 2
     train, test = (set(names(tmp_path / "out" / part / "data")) for part in parts)
     assert not train & test

@@ -104,7 +104,7 @@ def test_planted_conflicts_are_all_found_and_no_others(tmp_path: Path, workers: 
     planted = conflicting(tmp_path / "photos")
     result = find_label_errors([tmp_path / "photos"], tmp_path / "out", workers=workers)
     assert by_first(groups(tmp_path / "out")) == by_first(planted)
-    assert (result.content, result.label, result.crowded) == ("images", "folder", 0)
+    assert (result.content, result.label, result.crowded) == ("images", "targets", 0)
     assert (result.conflicts, result.in_conflict) == (4, 14)
     assert result.labels == {"cat": 19, "dog": 21}
     of_three = next(each for each in read(tmp_path / "out" / "conflicts.jsonl") if len(each["documents"]) == 3)
@@ -364,7 +364,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         find_label_errors([folder], tmp_path / "out", options=DuplicateOptions(near=0.9))
     with pytest.raises(DataError, match=r"field 'label' of .*, a file that is one document"):
         find_label_errors([folder], tmp_path / "label", "label")
-    with pytest.raises(DataError, match="field 'folder' with 1 different values in 2 rows"):
+    with pytest.raises(DataError, match="field 'targets' with 1 different values in 2 rows"):
         find_label_errors([squares(tmp_path / "one", ["a.png", "b.png"])], tmp_path / "alone")
     (folder / "cat" / "broken.png").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"broken\.png: .*1 such documents in all"):

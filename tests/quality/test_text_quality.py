@@ -83,6 +83,11 @@ def test_repetition() -> None:
     assert failed is not None
     assert failed[1] == pytest.approx(18 / len(pairs.replace(" ", "")))
     assert failed_limit("one two three four", FilterOptions(**off | {"max_top_bigram_frac": 0.01})) is None
+    # a longer pair that occurs once does not hide a repeated one
+    failed = failed_limit(
+        "a b a b extraordinarily incomprehensibly", FilterOptions(**off | {"max_top_bigram_frac": 0.01})
+    )
+    assert failed == ("max_top_bigram_frac", 4 / 35)
 
 
 def test_one_word_a_million_times() -> None:

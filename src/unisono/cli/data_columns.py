@@ -27,11 +27,11 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
 @click.option("--group", metavar="NAME", help="Column whose values are a series each, such as a sensor.")
 @click.option("--max-z", type=FiniteRange(min=1.0), default=6.0, show_default=True, help="Robust z-score of outliers.")
 @click.option(
-    "--max-stuck",
+    "--stuck-run",
     type=click.IntRange(min=2),
     default=30,
     show_default=True,
-    help="Equal values in a row, from which on they are stuck.",
+    help="Flag runs of at least this many equal values.",
 )
 @click.option(
     "--max-gap",
@@ -59,7 +59,7 @@ def check_table_columns(
     time: str | None,
     group: str | None,
     max_z: float,
-    max_stuck: int,
+    stuck_run: int,
     max_gap: float | None,
     mask: tuple[str, ...],
     unify: bool,
@@ -107,7 +107,7 @@ def check_table_columns(
         time=time,
         group=group,
         max_z=max_z,
-        max_stuck=max_stuck,
+        stuck_run=stuck_run,
         max_gap=3.0 if max_gap is None else max_gap,
         mask=tuple(reason for reason in _REASONS if reason in mask or "all" in mask),
         unify=unify,

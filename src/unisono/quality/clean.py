@@ -13,13 +13,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.image.decoding import image_format
 from unisono.data.provenance import cleaning_facts
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.measures import Distribution, distributions_of
 from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
-from unisono.quality.cleaning.steps import CONTAMINATED, REASONS, UNREADABLE
+from unisono.quality.cleaning.steps import CONTAMINATED, MISNAMED, REASONS, UNREADABLE
 from unisono.quality.cleaning.version import step_versions
 from unisono.quality.documents import Content, find_documents
 from unisono.quality.duplicates.comparison import near_documents
@@ -49,7 +50,7 @@ class CleanResult:
         kept: Of these in the new data set.
         dropped: Of these dropped, by the limit or step that did, in the order of the recipe.
         changed: Kept documents whose text is another now.
-        masked: Pieces of personal data that were replaced, by kind.
+        masked: Pieces of personal data that were replaced in kept documents, by kind.
         languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
         crowded: Kept documents that were not compared with all of their candidates, as there were too many.
         benchmark_items: Texts of the benchmarks.
@@ -166,7 +167,7 @@ def clean(
             kept=int(is_kept.sum()),
             dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
             changed=changed,
-            masked=sketches.masked(),
+            masked=sketches.masked(is_kept),
             languages=_languages(sketches),
             crowded=crowded,
             benchmark_items=len(benchmarks.places),
@@ -181,7 +182,12 @@ def clean(
         quoting = dropped[CONTAMINATED]
         texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
         quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
-        write_json_lines(job.new / DROPPED_FILE, _dropped(reasons, sketches, pairs, duplicates, quotes, faults))
+        misnamed = dropped[MISNAMED]
+        images = documents.contents(list(zip(files[misnamed].tolist(), rows[misnamed].tolist(), strict=True)))
+        formats = (image_format(image) for _, image in images if isinstance(image, bytes))
+        write_json_lines(
+            job.new / DROPPED_FILE, _dropped(reasons, sketches, pairs, duplicates, quotes, formats, faults)
+        )
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
         progress.advance(1)
@@ -214,6 +220,7 @@ def _dropped(
     pairs: PlacedPairs,
     duplicates: Duplicates,
     quotes: Iterator[dict[str, Any]],
+    formats: Iterator[str | None],
     faults: Mapping[int, str],
 ) -> Iterator[dict[str, Any]]:
     """A record of each dropped document: its place, the reason, and what explains it.
@@ -224,6 +231,7 @@ def _dropped(
         pairs: Says where documents are.
         duplicates: Documents that were dropped as copies.
         quotes: What each document quotes that was dropped for it.
+        formats: Format of each image that was dropped because its name has the suffix of another.
         faults: Why documents could not be read, by their number.
     """
     values, languages = sketches.values(), sketches.languages()
@@ -238,6 +246,8 @@ def _dropped(
             record |= next(quotes, {})  # none if the file has changed meanwhile, which ends the job
         elif reason == UNREADABLE:
             record = unreadable_record(pairs, document, faults[document])
+        elif reason == MISNAMED:
+            record["format"] = next(formats, None)
         elif reason.startswith(("filter.", "images.")):
             record["value"] = round(float(values[document]), 4)
             if languages[document]:

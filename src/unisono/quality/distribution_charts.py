@@ -26,7 +26,7 @@ _TITLES: Final = {
     "ellipsis_line_frac": "share of lines that end with an ellipsis",
     "alphabetic_word_frac": "share of words with a letter",
     "duplicate_line_frac": "share of lines that are repeated",
-    "top_bigram_frac": "share of characters in the pair of words with most",
+    "top_bigram_frac": "share of characters covered by the repeated word pair that covers the most",
     "duplicate_5gram_frac": "share of characters in repeated sequences of five words",
     "language_prob": "probability of the language",
     "side_px": "pixels of the shorter side",

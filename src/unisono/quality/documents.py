@@ -36,7 +36,6 @@ from unisono.tasks.sources import TARGETS
 
 Content = Literal["text", "images"]
 TEXT: Final = "text"  # column of the documents where no other is named
-FOLDER: Final = "folder"  # field of a file that is one document: the folder that it lies in
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
@@ -145,7 +144,7 @@ class Documents:
     def values(self, field: str, faults: dict[int, str], advance: Advance = ignore) -> Iterator[Any]:
         """The value of a field of the tables, of each document; None of one without, if such are skipped.
 
-        A file that is one document has the field ``folder``: its folder within the one that was given, and the name of that one
+        A file that is one document has the field ``targets``: its folder within the one that was given, and the name of that one
         for files that lie in it directly. Image records have ``targets``, the name or number of their class.
 
         Args:
@@ -458,11 +457,11 @@ def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[b
 def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
     """The value of a field of each document of a file, or a DataError that says why it has none."""
     if file.whole is not None:
-        if field != FOLDER:
+        if field != TARGETS:
             raise refused(
                 f"field {quoted(field)} of {file.path}, a file that is one document",
-                "rows of tables have fields; of a file alone the only field is its folder",
-                f"{quoted(FOLDER)}, or a table",
+                "rows of tables have fields; of a file alone the only field is its folder, its class",
+                f"{quoted(TARGETS)}, or a table",
             )
         meter.end()
         yield _folder_name(file, file.whole[1])

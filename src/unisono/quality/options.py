@@ -49,7 +49,7 @@ class FilterOptions:
     min_alphabetic_word_frac: float = option(0.8, "Share of words that have a letter.", ge=0, le=1)
     max_duplicate_line_frac: float = option(0.3, "Share of lines that are the same as one before them.", ge=0, le=1)
     max_top_bigram_frac: float = option(
-        0.2, "Share of characters that the pair of words with most of them takes.", ge=0, le=1
+        0.2, "Share of characters covered by the repeated word pair that covers the most.", ge=0, le=1
     )
     max_duplicate_5gram_frac: float = option(
         0.15, "Share of characters in sequences of five words that occurred before.", ge=0, le=1

@@ -16,7 +16,8 @@ from unisono.errors import DataError
 from unisono.quality.options import ImageOptions
 
 UNREADABLE: Final = "unreadable"
-LIMITS: Final = ("checks_format", "min_side_px", "min_contrast", "max_blur")
+CHECKS_FORMAT: Final = "checks_format"
+LIMITS: Final = (CHECKS_FORMAT, "min_side_px", "min_contrast", "max_blur")
 THUMBNAIL_PX: Final = 64
 _JUDGED_PX: Final = 256  # of the shorter side of an image whose blur is measured, where it is that large
 _BLUR_PX: Final = 11
@@ -36,7 +37,7 @@ class CheckedImage:
 
     Attributes:
         failed: The limit that it does not keep, or ``unreadable``; empty if it keeps all.
-        value: What the limit was compared with.
+        value: What the limit was compared with; 0 of ``checks_format``.
         fault: Why it cannot be read.
         thumbnail: Its grey values, whatever its aspect ratio, uint8 [64, 64]; zeros of one that cannot be read.
         measured: Its ``pixels``, and what the limit and those before it were compared with, by the limits' names.
@@ -90,7 +91,7 @@ def _failed(
     """The first limit that an image does not keep, or empty; its value there; and the values of the limits that were tried."""
     measured: dict[str, float] = {}
     if options.checks_format and suffix and suffix not in _SUFFIXES.get(name or "", ()):
-        return "checks_format", 0.0, measured
+        return CHECKS_FORMAT, 0.0, measured
     measured["min_side_px"] = side
     if side < options.min_side_px:
         return "min_side_px", side, measured

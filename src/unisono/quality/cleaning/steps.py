@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,17 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quality.cleaning.benchmarks import quotes
+from unisono.quality.cleaning.image_checks import CHECKS_FORMAT, UNREADABLE
 from unisono.quality.cleaning.image_checks import LIMITS as IMAGE_LIMITS
-from unisono.quality.cleaning.image_checks import UNREADABLE
 from unisono.quality.cleaning.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
 from unisono.quality.cleaning.measures import CHARS, LANGUAGE_PROB, MEASURES, NEW_CHARS, measure_of, row_of_measures
 from unisono.quality.cleaning.normalization import normalized
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.text_quality import LIMITS, check_text
-from unisono.quality.options import CleanRecipe
+from unisono.quality.options import MASKED, CleanRecipe
 
 KEPT: Final = ""
 CONTAMINATED: Final = "decontaminate"
+MISNAMED: Final = f"images.{CHECKS_FORMAT}"
 REASONS: Final = (
     *(KEPT, UNREADABLE),
     *(f"filter.{name}" for name in (*LIMITS, *LANGUAGE_LIMITS)),
@@ -39,7 +39,7 @@ class CleanedDocuments:
         reasons: Numbers in ``REASONS`` of the steps that dropped them, uint8 [documents]; 0 of those that are kept.
         values: What the limit that dropped them was compared with; 0 of all others, float64 [documents].
         languages: Codes of their languages, bytes [documents]; empty where none was looked for.
-        masked: How many pieces of personal data were replaced in those that passed the filter, by kind.
+        masked: How many pieces of personal data of each of ``MASKED`` were replaced in them, int64 [documents, kinds].
         measures: Of ``measures.MEASURES``, float64 [documents, measures]; NaN of what was not measured.
     """
 
@@ -47,7 +47,7 @@ class CleanedDocuments:
     reasons: NDArray[np.uint8]
     values: NDArray[np.float64]
     languages: NDArray[np.bytes_]
-    masked: dict[str, int]
+    masked: NDArray[np.int64]
     measures: NDArray[np.float64]
 
 
@@ -68,7 +68,7 @@ def clean_documents(
     reasons = np.zeros(len(texts), np.uint8)
     values = np.zeros(len(texts))
     languages = np.zeros(len(texts), f"S{MAX_CODE}")
-    masked: Counter[str] = Counter()
+    masked = np.zeros((len(texts), len(MASKED)), np.int64)
     measures = np.full((len(texts), len(MEASURES["text"])), np.nan, np.float64)
     for number, raw in enumerate(texts):
         if raw is None:
@@ -92,7 +92,7 @@ def clean_documents(
             reasons[number] = REASONS.index(f"filter.{failed}")
         elif recipe.mask.kinds:
             text, counts = mask_personal_data(text, recipe.mask.kinds)
-            masked.update(counts)
+            masked[number] = [counts.get(kind, 0) for kind in MASKED]
         cleaned.append(raw if text == before else text.encode("utf-8", "surrogatepass"))
         measures[number] = row_of_measures({**measured, NEW_CHARS: len(text)}, "text")
     if len(contamination):
@@ -100,5 +100,5 @@ def clean_documents(
         is_quoting = quotes(new_texts, recipe.decontaminate.ngram, contamination)
         reasons[is_quoting & (reasons == 0)] = REASONS.index(CONTAMINATED)
     return CleanedDocuments(
-        texts=cleaned, reasons=reasons, values=values, languages=languages, masked=dict(masked), measures=measures
+        texts=cleaned, reasons=reasons, values=values, languages=languages, masked=masked, measures=measures
     )

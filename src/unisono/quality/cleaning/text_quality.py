@@ -81,14 +81,9 @@ def _has_letter(word: str) -> bool:
 
 
 def _top_pair(words: Sequence[str]) -> float:
-    """Share of characters that the most frequent pair of words takes, 0 if no pair occurs twice."""
-    pairs = Counter(pairwise(words))
-    if not pairs:
-        return 0.0
-    (pair, count) = max(pairs.items(), key=lambda item: item[1] * (len(item[0][0]) + len(item[0][1])))
-    if count < 2:
-        return 0.0
-    return min(1.0, count * (len(pair[0]) + len(pair[1])) / sum(map(len, words)))
+    """Share of characters covered by the repeated word pair that covers the most, 0 if no pair occurs twice."""
+    covered = (count * sum(map(len, pair)) for pair, count in Counter(pairwise(words)).items() if count > 1)
+    return min(1.0, max(covered, default=0) / sum(map(len, words)))
 
 
 def _in_repeated(words: Sequence[str], size: int) -> float:

@@ -46,7 +46,7 @@ class ColumnOptions:
         time: Column of stamps; None to judge none.
         group: Column whose values name a series each, as a sensor; None if all rows are one series.
         max_z: Largest robust z-score of a value that is no outlier.
-        max_stuck: Fewest equal values in a row that are stuck.
+        stuck_run: Fewest equal values in a row that are flagged as stuck.
         max_gap: Longest interval between stamps that is no gap, in median intervals.
         mask: Reasons, of ``REASONS``, for which a value is replaced by none in a copy of the tables.
         unify: Whether all files get one schema in a copy of the tables.
@@ -57,7 +57,7 @@ class ColumnOptions:
     time: str | None = None
     group: str | None = None
     max_z: float = 6.0
-    max_stuck: int = 30
+    stuck_run: int = 30
     max_gap: float = 3.0
     mask: tuple[str, ...] = ()
     unify: bool = False
@@ -203,7 +203,7 @@ def _judge(
             scratch,
             groups=groups.names,
             max_z=options.max_z,
-            max_stuck=options.max_stuck,
+            stuck_run=options.stuck_run,
         )
         numeric.append(replace(judged, places=_placed(judged.places, documents, groups)))
         for row, reasons in _flagged_rows(flags, REASONS):

@@ -103,7 +103,7 @@ def judge_column(
     *,
     groups: Sequence[str],
     max_z: float,
-    max_stuck: int,
+    stuck_run: int,
 ) -> NumericColumn:
     """Statistics and flags of a column, each group of rows judged by itself.
 
@@ -114,14 +114,14 @@ def judge_column(
         folder: For files that nobody needs afterwards.
         groups: Names of the groups.
         max_z: Largest robust z-score of a value that is no outlier.
-        max_stuck: Fewest equal values in a row that are stuck, in a series that varies otherwise.
+        stuck_run: Fewest equal values in a row that are stuck, in a series that varies otherwise.
     """
     series = column.series(folder)
     total = len(series.values)
     counted = _flag_non_finite(column, flags)
     tally = _Tally(np.zeros(len(groups)), np.zeros(len(groups)))
     for number, group in enumerate(groups):
-        _judge_series(series, number, group, flags, tally, max_z, max_stuck)
+        _judge_series(series, number, group, flags, tally, max_z, stuck_run)
     found = dict(zip(_FRACTIONS, quantiles(series.values, _FRACTIONS), strict=True)) if total else {}
     median = found.get(0.5)
     mad = None if median is None else _mad(series.values, median)
@@ -169,7 +169,7 @@ def _flag_non_finite(column: Column, flags: NDArray[np.uint8]) -> int:
 
 
 def _judge_series(
-    series: Series, number: int, group: str, flags: NDArray[np.uint8], tally: _Tally, max_z: float, max_stuck: int
+    series: Series, number: int, group: str, flags: NDArray[np.uint8], tally: _Tally, max_z: float, stuck_run: int
 ) -> None:
     begin, end = series.bounds[number : number + 2].tolist()
     values, rows = series.values[begin:end], series.rows[begin:end]
@@ -189,7 +189,7 @@ def _judge_series(
             outliers += len(beyond)
     else:
         tally.not_judged["half of the values or more are equal"] += 1
-    runs, varies = _long_runs(values, max_stuck)
+    runs, varies = _long_runs(values, stuck_run)
     if not varies:
         tally.not_varying += 1
         runs = runs[:0]

@@ -150,7 +150,7 @@ def _numeric(result: ColumnsResult) -> Iterator[Section]:
     )
     note = (
         f"Outliers are farther than {result.options.max_z:g} times 1.4826 MAD from the median of their series; "
-        f"stuck are {result.options.max_stuck} equal values or more in a row. Histograms leave outliers out."
+        f"stuck are {result.options.stuck_run} equal values or more in a row. Histograms leave outliers out."
     )
     charts = [chart for number, column in enumerate(result.numeric) if (chart := _histogram(number, column))]
     yield Section(

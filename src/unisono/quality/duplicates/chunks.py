@@ -8,10 +8,11 @@ Besides the arrays of ``sketches``:
     changed       int64   [changed]      documents whose text is another now, by their place in the chunk
     texts         uint8   [bytes]        their texts in UTF-8, one after another
     text_offsets  int64   [changed + 1]  where each begins
+    masked        int64   [documents, kinds] pieces of personal data that were replaced, of each of ``options.MASKED``
     measures      float64 [documents, measures] ``measures.MEASURES``; NaN of what was not measured
 
-Those of images have ``thumbnails``, uint8 [images, 64, 64], and neither signatures nor texts. The file's metadata has ``masked``:
-how many pieces of personal data were replaced, by kind; and ``faults``: why images cannot be read, by their place in the chunk.
+Those of images have ``thumbnails``, uint8 [images, 64, 64], and neither signatures nor texts. The file's metadata has ``faults``:
+why images cannot be read, by their place in the chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from unisono.quality.cleaning.languages import MAX_CODE
 from unisono.quality.cleaning.measures import measure_of, row_of_measures
 from unisono.quality.cleaning.steps import REASONS, UNREADABLE, clean_documents
 from unisono.quality.duplicates.sketches import sketch_documents
-from unisono.quality.options import CleanRecipe
+from unisono.quality.options import MASKED, CleanRecipe
 
 
 def encode_request(contents: Sequence[bytes | None], suffixes: Sequence[str] | None) -> bytes:
@@ -76,9 +77,10 @@ def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination
         "changed": np.array(changed, np.int64),
         "texts": np.frombuffer(b"".join(new_texts), np.uint8),
         "text_offsets": np.cumsum([0, *map(len, new_texts)], dtype=np.int64),
+        "masked": cleaned.masked,
         "measures": cleaned.measures,
     }
-    return save(arrays, {"masked": json.dumps(cleaned.masked), "faults": "{}"})
+    return save(arrays)
 
 
 def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], recipe: CleanRecipe) -> bytes:
@@ -107,7 +109,8 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
         "changed": np.zeros(0, np.int64),
         "texts": np.zeros(0, np.uint8),
         "text_offsets": np.zeros(1, np.int64),
+        "masked": np.zeros((len(images), len(MASKED)), np.int64),
         "measures": np.array(measures, np.float64),
     }
     faults = {number: of.fault for number, of in enumerate(checked) if of.fault and images[number] is not None}
-    return save(arrays, {"masked": "{}", "faults": json.dumps(faults)})
+    return save(arrays, {"faults": json.dumps(faults)})

@@ -7,7 +7,6 @@ documents alone determine the chunks, not the number of processes.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from unisono.quality.duplicates.chunks import encode_request, make_chunk, make_i
 from unisono.quality.duplicates.ray_map import ray_map
 from unisono.quality.duplicates.sketches import bands_and_rows
 from unisono.quality.file_meter import ByteCount
-from unisono.quality.options import CleanRecipe, DuplicateOptions
+from unisono.quality.options import MASKED, CleanRecipe, DuplicateOptions
 from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import shorten
 from unisono.storage.files import file_digest, new_file, opener, write_atomically
@@ -129,15 +128,20 @@ class Sketches:
         return dict(sorted({**self._left_out, **found}.items()))
 
     def _faults_of_images(self, number: int) -> dict[int, str]:
-        faults: dict[str, str] = json.loads(self._open(number).metadata()["faults"])
+        faults: dict[str, str] = json.loads((self._open(number).metadata() or {}).get("faults", "{}"))
         return {int(at): shorten(fault, _FAULT) for at, fault in faults.items()}
 
-    def masked(self) -> dict[str, int]:
-        """How many pieces of personal data were replaced, by kind."""
-        counts: Counter[str] = Counter()
-        for number in range(len(self._chunks)):
-            counts.update(json.loads(self._open(number).metadata()["masked"]))
-        return dict(counts)
+    def masked(self, is_kept: NDArray[np.bool_]) -> dict[str, int]:
+        """How many pieces of personal data were replaced in some documents, by kind; only kinds that there were.
+
+        Args:
+            is_kept: The documents, bool [documents].
+        """
+        counts = np.zeros(len(MASKED), np.int64)
+        for number, begin in enumerate(self._begins[:-1].tolist()):
+            of_chunk = self._open(number).get_tensor("masked")
+            counts += of_chunk[is_kept[begin : begin + len(of_chunk)]].sum(axis=0)
+        return {kind: count for kind, count in zip(MASKED, counts.tolist(), strict=True) if count}
 
     def changed(self) -> Iterator[tuple[int, bytes]]:
         """Number and new text in UTF-8 of each document that is kept and whose text is another now, in order."""

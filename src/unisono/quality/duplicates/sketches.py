@@ -27,7 +27,9 @@ from unisono.quality.duplicates.shingles import shingle_hashes
 from unisono.quality.options import DuplicateOptions
 
 CANDIDATE_PROBABILITY: Final = 0.995  # of a pair whose similarity is the threshold
-MAX_SHINGLES: Final = 1 << 16  # of a document; of more the smallest hashes, by which Jaccard's error is below 0.5 %
+MAX_SHINGLES: Final = (
+    1 << 16
+)  # of a document; of more the smallest hashes, by which Jaccard's standard error is below 0.2 %
 SHINGLES: Final = 1  # version of ``shingle_hashes``: raised whenever the hashes of any document are others
 _FACTOR: Final = np.uint64(0xA0761D6478BD642F)
 

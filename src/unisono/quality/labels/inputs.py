@@ -8,7 +8,6 @@ from pathlib import Path
 
 from unisono.errors import ConfigError, DataError
 from unisono.quality.documents import (
-    FOLDER,
     TEXT,
     Documents,
     find_documents,
@@ -61,9 +60,7 @@ def _field_of_labels(documents: Documents, label: str | None) -> str:
         )
     if label is not None:
         return label
-    if all(file.whole for file in documents.files):
-        return FOLDER
-    if len(records) == len(documents.files):
+    if len(records) == len(documents.files) or all(file.whole for file in documents.files):
         return TARGETS
     raise ConfigError(
         given=f"{documents.files[0].path} without --label",

@@ -90,8 +90,8 @@ def find_label_errors(
     Args:
         paths: Tables, image records, folders of these, or folders of images.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
-        label: Field of the labels. By default that of data sets that have only one: ``folder`` of files that are one document
-            each, such as images, and ``targets`` of image records.
+        label: Field of the labels. By default ``targets``, that of data sets that have only one: files that are one document
+            each, such as images, and image records.
         losses: A folder of ``unisono tune folds --sample-losses`` over the same files, or the file of losses itself.
         options: What counts as the same document.
         column: Field of the text or image; see ``find_documents``.

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from unisono.data.sample_losses import LossesOf, SampleLosses, files_with_samples
 from unisono.errors import DataError
-from unisono.quality.documents import FOLDER, Documents
+from unisono.quality.documents import Documents
 from unisono.quality.labels.confident_learning import confident_suspects, loss_suspects
 from unisono.quality.labels.values import Labels
 from unisono.sanitize import quoted
-from unisono.tasks.sources import TARGETS
 
 _LOSSES_FILE: Final = "losses.safetensors"  # in a folder of unisono tune folds
 _TYPICAL: Final = 3  # documents of each label
@@ -102,8 +101,7 @@ def find_suspects(
     document = _documents_of(about, documents, files)[losses.sample]
     if (is_without := labels.of[document] < 0).any():  # a label that was left out as unreadable
         document, losses = document[~is_without], _part_of(losses, ~is_without)
-    target = TARGETS if labels.field == FOLDER and all(file.whole for file in documents.files) else labels.field
-    if about.target and about.target != target:
+    if about.target and about.target != labels.field:
         raise _other_data(f"losses of a model that predicts {quoted(about.target)}, for labels {quoted(labels.field)}")
     if not about.classes:
         ranked = loss_suspects(labels.of[document], losses.loss)
