@@ -168,7 +168,7 @@ def prepared(folder: Path, libraries: Sequence[Path]) -> tuple[dict[str, Path], 
 def _apart(train: Path, rows: Path, out: Path, target: Path) -> Path:
     """Rows that do not leak from ``train``, as the file ``target``."""
     unisono("data", "leak", train, rows, f"--out={out}", codes=(0, 1))
-    unisono("data", "convert", rows, target, f"--rows={out}")
+    unisono("data", "convert", rows, target, f"--kept-rows={out}")
     return target
 
 

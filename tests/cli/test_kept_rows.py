@@ -67,10 +67,10 @@ def hashes_in(facts: Any) -> set[str]:
 def test_a_run_on_kept_rows_is_that_on_their_copy(desk: Desk) -> None:
     cleaned = desk.here("data", "dedup", "a.jsonl", "--exact", "--column=text", "--index-only", "--out=kept", "--json")
     assert cleaned.code == 0, cleaned.err
-    written = desk.here("data", "convert", "a.jsonl", "b.jsonl", "--rows", "kept")
+    written = desk.here("data", "convert", "a.jsonl", "b.jsonl", "--kept-rows", "kept")
     assert (written.code, written.out) == (0, "b.jsonl: 80 rows\n")
     copy = train(desk, "copy", 15, "--set=data.train=b.jsonl")
-    rows = ("--set=data.train=a.jsonl", "--set=data.rows=kept")
+    rows = ("--set=data.train=a.jsonl", "--set=data.kept_rows=kept")
     train(desk, "rows", 5, *rows)
     found = train(desk, "rows", 15, *rows)
     assert losses_of(found) == losses_of(copy)
@@ -84,7 +84,7 @@ def test_a_run_on_kept_rows_is_that_on_their_copy(desk: Desk) -> None:
 def test_a_resume_with_other_rows_is_refused(desk: Desk) -> None:
     assert desk.here("data", "dedup", "a.jsonl", "--exact", "--column=text", "--index-only", "--out=kept").code == 0
     train(desk, "run", 5, "--set=data.train=a.jsonl")
-    again = ["--set=run.dir=run", "--set=data.train=a.jsonl", "--set=data.rows=kept", "--set=train.steps=10"]
+    again = ["--set=run.dir=run", "--set=data.train=a.jsonl", "--set=data.kept_rows=kept", "--set=train.steps=10"]
     refused = desk.here("train", "--debug", *again)
     assert refused.code != 0
     assert "never see others" in refused.err
@@ -148,15 +148,15 @@ def test_rows_of_other_data(desk: Desk) -> None:
     assert desk.here("data", "dedup", "a.jsonl", "--exact", "--column=text", "--index-only", "--out=kept").code == 0
     (desk.folder / "b.jsonl").write_text((desk.folder / "a.jsonl").read_text())
     for refused in (
-        desk.here("data", "convert", "b.jsonl", "c.jsonl", "--rows=kept"),
-        desk.here("data", "convert", "a.jsonl", "c.jsonl", "--rows=nowhere"),
+        desk.here("data", "convert", "b.jsonl", "c.jsonl", "--kept-rows=kept"),
+        desk.here("data", "convert", "a.jsonl", "c.jsonl", "--kept-rows=nowhere"),
         desk.here(
             "train",
             "--debug",
             "--set=run.dir=run",
             "--set=task.kind=text",
             "--set=data.train=b.jsonl",
-            "--set=data.rows=kept",
+            "--set=data.kept_rows=kept",
         ),
     ):
         assert refused.code == 2

@@ -88,8 +88,8 @@ def test_each_format_is_read_and_converted(tmp_path: Path, suffix: str) -> None:
     path = table(tmp_path / f"a.{suffix}")
     rows = index([path], tmp_path / "kept")
     expected = [ROWS[row]["text"] for row in KEPT]
-    assert texts(open_source(path, rows=rows, cache_dir=tmp_path / "cache")) == expected
-    assert convert(path, tmp_path / "b.jsonl", rows=rows, columns=["text"]) == len(KEPT)
+    assert texts(open_source(path, kept_rows=rows, cache_dir=tmp_path / "cache")) == expected
+    assert convert(path, tmp_path / "b.jsonl", kept_rows=rows, columns=["text"]) == len(KEPT)
     assert [row["text"] for row in open_table(tmp_path / "b.jsonl").rows] == expected
 
 
@@ -105,7 +105,7 @@ def test_a_run_reads_the_kept_rows(tmp_path: Path) -> None:
     """The class of a dropped row is none of the task's, and held-out samples have their numbers among all rows."""
     path = table(tmp_path / "a.jsonl")
     rows = index([path], tmp_path / "kept")
-    data, task = opened(tmp_path, str(path), rows=str(rows), eval_frac=0.3)
+    data, task = opened(tmp_path, str(path), kept_rows=str(rows), eval_frac=0.3)
     assert task.classes == ("x", "y")
     assert data.held_out_rows is not None
     held_out = data.held_out_rows.ids.tolist()
@@ -118,8 +118,8 @@ def test_a_run_reads_the_kept_rows(tmp_path: Path) -> None:
 def test_the_order_is_that_of_the_rows_alone_on_any_number_of_ranks(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl", [{"text": f"row {n % 40}", "label": "xy"[n % 2]} for n in range(80)])
     rows = index([path], tmp_path / "kept")
-    convert(path, tmp_path / "b.jsonl", rows=rows)
-    here, _ = opened(tmp_path, str(path), rows=str(rows))
+    convert(path, tmp_path / "b.jsonl", kept_rows=rows)
+    here, _ = opened(tmp_path, str(path), kept_rows=str(rows))
     there, _ = opened(tmp_path, str(tmp_path / "b.jsonl"))
     assert texts(here.train) == texts(there.train)
     with Loader(there.train, seed=3, global_batch=8) as whole:
@@ -130,7 +130,7 @@ def test_the_order_is_that_of_the_rows_alone_on_any_number_of_ranks(tmp_path: Pa
 
 def test_worker_processes_make_the_same_batches(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl", [{"text": f"row {n % 40}", "label": "xy"[n % 2]} for n in range(80)])
-    data, _ = opened(tmp_path, str(path), rows=str(index([path], tmp_path / "kept")))
+    data, _ = opened(tmp_path, str(path), kept_rows=str(index([path], tmp_path / "kept")))
     options: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 2, "worker_kind": "process"}]
     batches: list[list[dict[str, Any]]] = []
     for option in options:
@@ -145,7 +145,7 @@ def test_language_models_and_mixtures(tmp_path: Path) -> None:
     one, two = table(tmp_path / "one.jsonl"), table(tmp_path / "two.csv", [{"text": "row a"}, {"text": "row z"}])
     rows = index([one, two], tmp_path / "kept")
     given = DataOptions(
-        train=(str(one), str(two)), rows=(str(rows), str(rows)), eval=str(two), cache_dir=str(tmp_path / "cache")
+        train=(str(one), str(two)), kept_rows=(str(rows), str(rows)), eval=str(two), cache_dir=str(tmp_path / "cache")
     )
     for options in (given, replace(given, weights=(1.0, 1.0))):
         data = language(options)
@@ -159,7 +159,7 @@ def test_weights_are_of_all_rows(tmp_path: Path) -> None:
     rows = index([path], tmp_path / "kept")
     weights = np.arange(10, dtype=np.float64)
     np.save(tmp_path / "w.npy", weights)
-    given = {"sample_weights": str(tmp_path / "w.npy"), "rows": str(rows)}
+    given = {"sample_weights": str(tmp_path / "w.npy"), "kept_rows": str(rows)}
     for held_out in ({"eval": str(path)}, {"eval_frac": 0.3}):
         data, _ = opened(tmp_path, str(path), **given, **held_out)
         assert data.held_out_rows is not None
@@ -170,7 +170,7 @@ def test_weights_are_of_all_rows(tmp_path: Path) -> None:
         shares = np.bincount(ids, minlength=len(left)) / len(ids)
         assert shares.tolist() == pytest.approx((weights[left] / weights[left].sum()).tolist(), abs=0.02)
     balance([path], tmp_path / "balanced", field="label")
-    opened(tmp_path, str(path), sample_weights=str(tmp_path / "balanced"), rows=str(rows))
+    opened(tmp_path, str(path), sample_weights=str(tmp_path / "balanced"), kept_rows=str(rows))
 
 
 def test_images(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_images(tmp_path: Path) -> None:
     (folder / "red" / "broken.png").write_bytes(b"nothing")
     clean([folder], tmp_path / "kept", EXACT, index_only=True, skips_unreadable=True)
     given: dict[str, Any] = {"eval": str(folder), "cache_dir": str(tmp_path / "cache")}
-    data = DataOptions(train=str(folder), rows=(str(tmp_path / "kept"), str(tmp_path / "kept")), **given)
+    data = DataOptions(train=str(folder), kept_rows=(str(tmp_path / "kept"), str(tmp_path / "kept")), **given)
     task = resolve_task(TaskOptions(kind="image"), data)
     found = predictor_data(task, data, ImageOptions(size=8), TextOptions(), tokenizer=None, buckets=8)
     assert (task.classes, len(found.train), len(found.held_out)) == (("blue", "red"), 6, 6)
@@ -197,7 +197,7 @@ def test_a_corpus_of_files(tmp_path: Path) -> None:
     rows = index([folder], tmp_path / "kept")
     for number in (3, 4, 7):
         assert not np.load(rows / "kept" / f"{number}.txt.npy").size
-    prepared = prepare_corpus(DataOptions(corpus=str(folder), rows=str(rows), eval_frac=0.3), tmp_path / "cache")
+    prepared = prepare_corpus(DataOptions(corpus=str(folder), kept_rows=str(rows), eval_frac=0.3), tmp_path / "cache")
     assert sorted(documents(prepared.train) + documents(prepared.eval)) == [ROWS[row]["text"] for row in KEPT]
 
 
@@ -210,12 +210,12 @@ def test_a_corpus_of_tables(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (folder / name).write_text("\n".join(lines) + "\n")
     clean([folder], tmp_path / "kept", EXACT, index_only=True, skips_unreadable=True)
-    options = DataOptions(corpus=str(folder), text_column="text", rows=str(tmp_path / "kept"), eval_frac=0.3)
+    options = DataOptions(corpus=str(folder), text_column="text", kept_rows=str(tmp_path / "kept"), eval_frac=0.3)
     prepared = prepare_corpus(options, tmp_path / "cache")
     assert sorted(documents(prepared.train) + documents(prepared.eval)) == [ROWS[row]["text"] for row in KEPT]
     assert prepare_corpus(options, tmp_path / "cache").from_cache
     with pytest.raises(DataError, match="row 10: "):
-        prepare_corpus(replace(options, rows=""), tmp_path / "cache")
+        prepare_corpus(replace(options, kept_rows=""), tmp_path / "cache")
 
 
 def test_parts_of_a_split(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_parts_of_a_split(tmp_path: Path) -> None:
     parts = {"train": Fraction(3, 4), "valid": Fraction(1, 4)}
     split([path], tmp_path / "parts", parts, options=DuplicateOptions(near=0.0), index_only=True)
     rows = (str(tmp_path / "parts" / "train"), str(tmp_path / "parts" / "valid"))
-    data, _ = opened(tmp_path, str(path), eval=str(path), rows=rows)
+    data, _ = opened(tmp_path, str(path), eval=str(path), kept_rows=rows)
     valid = np.load(tmp_path / "parts" / "valid" / "kept" / "a.jsonl.npy").tolist()
     assert data.held_out_rows is not None
     assert (data.held_out_rows.ids.tolist(), data.held_out_rows.total, len(data.held_out)) == (valid, 20, 5)
@@ -234,7 +234,7 @@ def test_held_out_rows_that_do_not_leak(tmp_path: Path) -> None:
     train = table(tmp_path / "train" / "a.jsonl")
     test = table(tmp_path / "test" / "a.jsonl", [{"text": text, "label": "x"} for text in ("row c", "row new")])
     find_leaks(train, [test], out=tmp_path / "leaks", options=DuplicateOptions(near=0.0))
-    data, _ = opened(tmp_path, str(train), eval=str(test), rows=("", str(tmp_path / "leaks")))
+    data, _ = opened(tmp_path, str(train), eval=str(test), kept_rows=("", str(tmp_path / "leaks")))
     assert (len(data.train), len(data.held_out)) == (10, 1)
     convert(test, tmp_path / "clean.jsonl", rows=tmp_path / "leaks")
     assert [row["text"] for row in open_table(tmp_path / "clean.jsonl").rows] == ["row new"]
@@ -246,7 +246,7 @@ def test_rows_move_with_their_data(tmp_path: Path) -> None:
     (tmp_path / "old").rename(tmp_path / "new")
     (tmp_path / "old-rows").rename(tmp_path / "new-rows")
     moved = str(tmp_path / "new" / "a.jsonl")
-    data, _ = opened(tmp_path, moved, eval=moved, rows=str(tmp_path / "new-rows"))
+    data, _ = opened(tmp_path, moved, eval=moved, kept_rows=str(tmp_path / "new-rows"))
     assert len(data.train) == len(KEPT)
 
 
@@ -307,38 +307,38 @@ def test_rows_that_do_not_fit(tmp_path: Path, change: Callable[[Path, Path], Non
     rows = index([path], tmp_path / "kept")
     change(path, rows)
     with pytest.raises(DataError, match=message):
-        opened(tmp_path, str(path), rows=str(rows))
+        opened(tmp_path, str(path), kept_rows=str(rows))
     with pytest.raises(DataError, match=message):
-        convert(path, tmp_path / "b.jsonl", rows=rows)
+        convert(path, tmp_path / "b.jsonl", kept_rows=rows)
     assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match="'nowhere': it does not exist"):
-        opened(tmp_path, str(path), rows="nowhere")
+        opened(tmp_path, str(path), kept_rows="nowhere")
     rows = index([path], tmp_path / "kept")
     with pytest.raises(DataError, match="that of a part in it"):
-        opened(tmp_path, str(path), rows=str(rows / "kept"))
+        opened(tmp_path, str(path), kept_rows=str(rows / "kept"))
 
 
 def test_data_without_rows(tmp_path: Path) -> None:
     rows = index([table(tmp_path / "a.jsonl")], tmp_path / "kept")
     with pytest.raises(DataError, match=r"of which .*kept has no rows"):
-        opened(tmp_path, str(table(tmp_path / "b.jsonl")), rows=str(rows))
+        opened(tmp_path, str(table(tmp_path / "b.jsonl")), kept_rows=str(rows))
     pack_text(tmp_path / "a.jsonl", tmp_path / "t.bin", column="text")
     with pytest.raises(ConfigError, match=r"data\.rows .* with token shards"):
-        language(DataOptions(train=str(tmp_path / "t-*.bin"), rows=str(rows), cache_dir=str(tmp_path / "cache")))
+        language(DataOptions(train=str(tmp_path / "t-*.bin"), kept_rows=str(rows), cache_dir=str(tmp_path / "cache")))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rows": "kept"}, "rows 'kept' with corpus 'stdlib'"),
-        ({"rows": ("kept", "other"), "train": "a.jsonl"}, "without data.eval"),
-        ({"rows": ("a", "b", "c"), "train": "a.jsonl", "eval": "b.jsonl"}, "rows of 3 folders"),
+        ({"kept_rows": "kept"}, "kept_rows 'kept' with corpus 'stdlib'"),
+        ({"kept_rows": ("kept", "other"), "train": "a.jsonl"}, "without data.eval"),
+        ({"kept_rows": ("a", "b", "c"), "train": "a.jsonl", "eval": "b.jsonl"}, "rows of 3 folders"),
     ],
 )
 def test_settings_that_are_refused(given: dict[str, Any], message: str) -> None:
     found = dict(DataOptions(**given).problems())
-    assert message in found["rows"].given
+    assert message in found["kept_rows"].given

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "data.eval": ("y", [], ["data.train=x"], 1),
     "data.weights": ("[1.0, 2.0]", [], ["data.train=['x', 'y']", "data.eval=z"], 1),
     "data.sample_weights": ("balanced", [], ["data.train=x"], 1),
-    "data.rows": ("kept", [], ["data.train=x"], 1),
+    "data.kept_rows": ("kept", [], ["data.train=x"], 1),
     "data.cache_gib": ("0.5", [], ["data.train=x"], 1),
     "data.bucket_batches": ("4", IMAGE, ["data.train=x"], 1),
     "data.corpus": ("x", TEXT, [], 1),

@@ -116,7 +116,7 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
 )
 @click.option("--array", "arrays", multiple=True, metavar="NAME", help="A feature of TFRecord that is always an array.")
 @click.option(
-    "--rows",
+    "--kept-rows",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
     help="Only the rows that unisono data clean, dedup, split, leak or relabel kept in FOLDER.",
@@ -129,7 +129,7 @@ def convert_file(
     columns: tuple[str, ...],
     base64: tuple[str, ...],
     arrays: tuple[str, ...],
-    rows: Path | None,
+    kept_rows: Path | None,
     as_json: bool,
 ) -> None:
     """Write the rows of SOURCE to TARGET; nothing is dropped or cast. The names say the formats.
@@ -147,7 +147,7 @@ def convert_file(
         columns=list(columns) or None,
         base64=list(base64),
         arrays=list(arrays),
-        rows=rows,
+        kept_rows=kept_rows,
     )
     print_result(as_json, {"path": str(target), "rows": count}, f"{target}: {count:,} rows")
 

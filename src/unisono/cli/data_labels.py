@@ -138,7 +138,7 @@ def relabel_documents(
 
     \b
     OUT/data           the documents, in files of the inputs' names and formats
-    OUT/kept           the numbers of the kept rows of each table, as .npy
+    OUT/kept           the row indices of the kept rows of each table, as .npy
     OUT/changes.jsonl  each change: file, row, label before and after
     """
     from unisono.quality.labels.relabel import relabel

@@ -44,7 +44,7 @@ _ON_ERROR = click.option(
 _INDEX_ONLY = click.option(
     "--index-only",
     is_flag=True,
-    help="Write the numbers of the rows, and no data; data.rows of a run reads these rows.",
+    help="Write only the indices of the kept rows (kept/), no copy of the data.",
 )
 _COLUMN = click.option(
     "--column",
@@ -155,7 +155,7 @@ def dedup_documents(
 
     \b
     OUT/data           the kept documents, in files of the inputs' names and formats
-    OUT/kept           the numbers of the kept rows of each table, as .npy
+    OUT/kept           the row indices of the kept rows of each table, as .npy
     OUT/dropped.jsonl  each dropped document, and the kept one it is a copy of
     OUT/report.html    counts, similarities and examples; OUT/report.json the counts
     """
@@ -257,7 +257,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.argument("train", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="A new folder for a report and the numbers of rows without leaks."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A new folder for a report and the row indices of documents that do not leak.",
 )
 @compares_images
 @compares
@@ -274,8 +276,8 @@ def find_leaking(
     """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
 
     Sets are tables with a field of text or images, files of these, or folders. Documents are the same if their text is, or if
-    their sets of word n-grams are similar enough. OUT/kept has the numbers of the rows of each table that do not leak, as
-    .npy.
+    their sets of word n-grams are similar enough. OUT/kept has the indices of the rows of each table that do not
+    leak, as .npy.
     """
     from unisono.quality.leak import find_leaks
 

@@ -126,7 +126,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 def _addresses(config: RunConfig) -> list[str]:
     """The files and folders that the run reads, and folders of the rows that it reads of them."""
     data = config.data
-    given = [data.train, data.eval, "" if data.train else data.corpus, data.rows]
+    given = [data.train, data.eval, "" if data.train else data.corpus, data.kept_rows]
     addresses = [(each,) if isinstance(each, str) else each for each in given]
     return [address for several in addresses for address in several if address]
 

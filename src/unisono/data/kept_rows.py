@@ -1,6 +1,6 @@
 """Rows of files that a data job kept, stored in a folder, and read by a run or a conversion.
 
-A folder of kept rows has ``kept/NAME.npy`` for each file of the data, the numbers of its kept rows in order, int64, and
+A folder of kept rows has ``kept/NAME.npy`` for each file of the data, the row indices of its kept rows in order, int64, and
 ``kept/files.json``, as ``data.rows_of_files`` says.
 """
 
@@ -55,7 +55,7 @@ class KeptRows:
 
 
 def write_kept_files(folder: Path, files: Sequence[KeptFile]) -> None:
-    """Write which files the numbers in ``folder``, below ``kept``, are of."""
+    """Write which files the row indices in ``folder``, below ``kept``, are of."""
     write_atomically(folder / KEPT_FOLDER / FILES, msgspec.json.encode(files))
 
 
@@ -78,7 +78,7 @@ def read_kept_rows(address: str | Path) -> KeptRows:
 
 
 def kept_of_file(kept: KeptRows, file: str | Path, stamp: str | None = None) -> tuple[NDArray[np.int64], int]:
-    """The numbers of the kept rows of a file, in order, and the number of all its rows.
+    """The row indices of the kept rows of a file, in order, and the number of all its rows.
 
     Args:
         kept: The folder.
@@ -86,7 +86,7 @@ def kept_of_file(kept: KeptRows, file: str | Path, stamp: str | None = None) -> 
         stamp: Its stamp, if it is known.
 
     Raises:
-        DataError: The folder has no rows of the file, the file has changed since, or its numbers are damaged.
+        DataError: The folder has no rows of the file, the file has changed since, or its row indices are damaged.
     """
     entry = find_entry(
         kept.files,
@@ -112,7 +112,7 @@ def kept_of_file(kept: KeptRows, file: str | Path, stamp: str | None = None) -> 
 
 
 def kept_samples(kept: KeptRows, files: Sequence[str | Path]) -> tuple[NDArray[np.int64], int]:
-    """The numbers of the kept samples among those of all ``files``, in order, and the number of all.
+    """The indices of the kept samples among those of all ``files``, in order, and the number of all.
 
     Args:
         kept: The folder.

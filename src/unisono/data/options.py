@@ -51,7 +51,7 @@ class DataOptions:
         " alike.",
         applies_with="data.train",
     )
-    rows: str | tuple[str, ...] = option(
+    kept_rows: str | tuple[str, ...] = option(
         "",
         "Folder of kept rows ('unisono data clean', 'dedup', 'split', 'leak' or 'relabel'): only these rows of train or corpus"
         " are read; a second folder is for eval. Empty = all rows.",
@@ -115,17 +115,17 @@ class DataOptions:
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
 
     @property
-    def train_rows(self) -> str | None:
+    def train_kept_rows(self) -> str | None:
         """Folder of the kept rows of ``train`` or ``corpus``; None: all rows are read."""
-        return self._rows_of(0)
+        return self._kept_rows_of(0)
 
     @property
-    def eval_rows(self) -> str | None:
+    def eval_kept_rows(self) -> str | None:
         """Folder of the kept rows of ``eval``; None: all rows are read."""
-        return self._rows_of(1)
+        return self._kept_rows_of(1)
 
-    def _rows_of(self, place: int) -> str | None:
-        folders = (self.rows,) if isinstance(self.rows, str) else self.rows
+    def _kept_rows_of(self, place: int) -> str | None:
+        folders = (self.kept_rows,) if isinstance(self.kept_rows, str) else self.kept_rows
         return folders[place] or None if place < len(folders) else None
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
@@ -153,7 +153,7 @@ class DataOptions:
                     nearest=f"{EVAL_BY_CLASS}, or {EVAL_GROUP} with the name of a column",
                 ),
             )
-        yield from (("rows", problem) for problem in self._rows_problems())
+        yield from (("kept_rows", problem) for problem in self._rows_problems())
         if (self.eval_fold + 1) * self.eval_frac > 1 + 1e-9:
             yield (
                 "eval_fold",
@@ -197,21 +197,21 @@ class DataOptions:
 
     def _rows_problems(self) -> Iterator[Problem]:
         """Folders of kept rows of data that are not read."""
-        if self.train_rows and not self.train and self.corpus == DataOptions().corpus:
+        if self.train_kept_rows and not self.train and self.corpus == DataOptions().corpus:
             yield inert_problem(
-                f"rows {self.rows!r} with corpus {self.corpus!r}",
+                f"kept_rows {self.kept_rows!r} with corpus {self.corpus!r}",
                 "they are rows of the files that a data command was given",
-                "data.train or data.corpus with these files, or leave data.rows out",
+                "data.train or data.corpus with these files, or leave data.kept_rows out",
             )
-        if self.eval_rows and not self.eval:
+        if self.eval_kept_rows and not self.eval:
             yield inert_problem(
-                f"rows {self.rows!r} without data.eval",
+                f"kept_rows {self.kept_rows!r} without data.eval",
                 "the second folder has rows of the held-out samples",
-                "data.eval=ADDRESS, or data.rows with one folder",
+                "data.eval=ADDRESS, or data.kept_rows with one folder",
             )
-        if not isinstance(self.rows, str) and len(self.rows) > _FOLDERS_OF_ROWS:
+        if not isinstance(self.kept_rows, str) and len(self.kept_rows) > _FOLDERS_OF_ROWS:
             yield Problem(
-                given=f"rows of {len(self.rows)} folders",
+                given=f"rows of {len(self.kept_rows)} folders",
                 rule="the first has rows of data.train or data.corpus, the second of data.eval",
                 consequence="it is not known which rows are read",
                 nearest="one folder or two; files that were cleaned together have one",

@@ -90,7 +90,7 @@ def clean(
 ) -> CleanResult:
     """Write a cleaned copy of a data set; of duplicates the first document is kept.
 
-    The folder gets ``data/`` (files of the inputs' names and formats), ``kept/`` (row numbers of each file, as ``.npy``),
+    The folder gets ``data/`` (files of the inputs' names and formats), ``kept/`` (row indices of each file, as ``.npy``),
     ``dropped.jsonl`` (each dropped document, and why), ``report.json`` and ``report.html``.
 
     Args:

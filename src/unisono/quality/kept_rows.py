@@ -1,4 +1,4 @@
-"""Write the kept documents of a data set, each file in its own format, and the numbers of its kept rows."""
+"""Write the kept documents of a data set, each file in its own format, and the row indices of its kept rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_kept(
     index_only: bool,
     advance: Advance = ignore,
 ) -> int:
-    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers (see ``data.kept_rows``).
+    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their row indices (see ``data.kept_rows``).
 
     Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte, and rows of Parquet
     stay as pyarrow has them; rows of other formats are read and written. ``data`` leaves out a file without kept rows. The names
@@ -71,7 +71,7 @@ def write_kept(
         label: The field whose values ``changed`` has, as text, each of which becomes a value of the type of the one before.
             None: it has texts.
         new_names: Names in ``data`` of files that have another one there than in the inputs, by the number of the file.
-        index_only: Whether to write only the numbers.
+        index_only: Whether to write only the row indices.
         advance: Is told the kept documents that are written.
 
     Returns:
@@ -132,7 +132,7 @@ def require_writable(documents: Documents) -> None:
                 given=f"{file.path}, whose format {file.kind} is only read",
                 rule="kept rows are written in the format of their file",
                 consequence="nothing was written",
-                nearest="--index-only writes their numbers; unisono data convert makes another format of the file",
+                nearest="--index-only writes their row indices; unisono data convert makes another format of the file",
             )
 
 

@@ -84,7 +84,7 @@ def find_leaks(
     Args:
         train: The training set: a table, a text file, an image or a folder of these.
         others: Evaluation sets.
-        out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row numbers of each file
+        out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row indices of each file
             without its leaking documents, as ``.npy``; ``dropped.jsonl`` has those that were left out. None: nothing is written.
         options: What counts as the same document.
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.

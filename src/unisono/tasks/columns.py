@@ -63,7 +63,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     """
     if task.kind in LANGUAGE_MODELS:
         return task
-    sources = [open_group(group, None, data, task, data.train_rows) for group in train_groups(data)]
+    sources = [open_group(group, None, data, task, data.train_kept_rows) for group in train_groups(data)]
     known = [
         (source.fingerprint, getattr(source, "classes", ()), getattr(source, "class_column", "")) for source in sources
     ]
@@ -89,7 +89,7 @@ def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     check_columns(first, [*inputs, target], f"training data {' '.join(addresses(data.train))}")
     task = replace(task, target=target, inputs=inputs)
     if task.has_classes and not task.classes:
-        sources = [open_group(group, None, data, task, data.train_rows) for group in train_groups(data)]
+        sources = [open_group(group, None, data, task, data.train_kept_rows) for group in train_groups(data)]
         # in the order of the first source; others may have more
         named = tuple(dict.fromkeys(name for source in sources for name in class_names_of(source, target)))
         several = task.kind == "sequence_labelling"

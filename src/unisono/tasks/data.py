@@ -108,7 +108,10 @@ def language_data(
     masked = task.kind == "masked_language_model"
     if held_out_only and data.eval:
         data = replace(
-            data, train=data.eval, weights=(), rows=(data.eval_rows, data.eval_rows) if data.eval_rows else ""
+            data,
+            train=data.eval,
+            weights=(),
+            kept_rows=(data.eval_kept_rows, data.eval_kept_rows) if data.eval_kept_rows else "",
         )
     if tokens is None:
         shards = token_shards(data.train, data)
@@ -141,7 +144,7 @@ def _shard_windows(
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
     unread |= {"data.eval_fold": data.eval_fold, "data.eval_parts": data.eval_parts}
-    unread |= {"data.sample_weights": data.sample_weights, "data.rows": data.rows}
+    unread |= {"data.sample_weights": data.sample_weights, "data.kept_rows": data.kept_rows}
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",
@@ -306,22 +309,22 @@ def _parts(
     """
     if data.eval:
         parts = [] if held_out_only else _training_parts(data, columns, task)
-        held_out = open_addresses(data.eval, columns, data, task, data.eval_rows)
-        ids, total = sample_rows(data.eval, data, data.eval_rows, len(held_out))
+        held_out = open_addresses(data.eval, columns, data, task, data.eval_kept_rows)
+        ids, total = sample_rows(data.eval, data, data.eval_kept_rows, len(held_out))
         return parts, held_out, HeldOutRows(ids=ids, total=total)
     if data.weights:
         raise _no_eval_of_mixture()
-    train = open_addresses(data.train, columns, data, task, data.train_rows)
+    train = open_addresses(data.train, columns, data, task, data.train_kept_rows)
     ids = held_out_ids(data, task, len(train))
     kept = np.setdiff1d(np.arange(len(train)), ids)
-    rows, total = sample_rows(data.train, data, data.train_rows, len(train))
+    rows, total = sample_rows(data.train, data, data.train_kept_rows, len(train))
     return [subset(train, kept)], subset(train, ids), HeldOutRows(ids=rows[ids], total=total)
 
 
 def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> list[Dataset]:
     """The sources of the training data beside ``data.eval``: several in a mixture."""
     given = addresses(data.train) if data.weights else [data.train]
-    parts = [open_addresses(address, columns, data, task, data.train_rows) for address in given]
+    parts = [open_addresses(address, columns, data, task, data.train_kept_rows) for address in given]
     check_same_targets(data, task)
     return parts
 
@@ -331,7 +334,7 @@ def _training_weights(
 ) -> list[NDArray[np.float64]]:
     """The weights of ``data.sample_weights`` for the samples of each part, without those held out; empty without.
 
-    Weights are of all rows of the files, also of those that ``data.rows`` leaves out.
+    Weights are of all rows of the files, also of those that ``data.kept_rows`` leaves out.
     """
     if not data.sample_weights:
         return []
@@ -339,7 +342,7 @@ def _training_weights(
     sizes = [len(part) for part in parts]
     if not data.eval:
         sizes[0] += len(held_out)
-    rows = [sample_rows(address, data, data.train_rows, size) for address, size in zip(given, sizes, strict=True)]
+    rows = [sample_rows(address, data, data.train_kept_rows, size) for address, size in zip(given, sizes, strict=True)]
     files, totals = [sample_files(address, data) for address in given], [total for _, total in rows]
     weights = read_sample_weights(data.sample_weights, files, totals)
     if not data.eval:

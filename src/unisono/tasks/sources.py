@@ -158,7 +158,7 @@ def open_group(
         columns=columns,
         classes=not task.has_numbers,
         cache_dir=cache_folder(data),
-        rows=rows,
+        kept_rows=rows,
     )
 
 
@@ -168,7 +168,7 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
-    source = open_group(train_groups(data)[0] if data.train else "", None, data, task, data.train_rows)
+    source = open_group(train_groups(data)[0] if data.train else "", None, data, task, data.train_kept_rows)
     return read_samples(source, np.zeros(1, np.int64))[0]
 
 
@@ -189,7 +189,7 @@ class Row:
 def read_columns(data: DataOptions, names: Sequence[str], task: TaskOptions) -> Iterator[Row]:
     """The columns ``names`` of all training samples, in one pass."""
     for group in train_groups(data):
-        source = open_group(group, {name: name for name in names}, data, task, data.train_rows)
+        source = open_group(group, {name: name for name in names}, data, task, data.train_kept_rows)
         for index, values in enumerate(scan(source)):
             yield Row(values, source, index)
 
@@ -208,9 +208,9 @@ def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
         source = open_group(group, {TARGETS: task.target}, data, task, rows)
         return read_samples(source, np.zeros(1, np.int64))[0][TARGETS]
 
-    if any(is_string(first(group, data.train_rows)) for group in train_groups(data)):
+    if any(is_string(first(group, data.train_kept_rows)) for group in train_groups(data)):
         for group in groups_of(data.eval, data):
-            if not is_string(value := first(group, data.eval_rows)):
+            if not is_string(value := first(group, data.eval_kept_rows)):
                 raise DataError(
                     given=f"{' '.join(group)}, whose first target is the number {text_of(value)}, where training data have names",
                     rule=f"data.train and data.eval have the same targets: the classes are {first_names(names.names)}",

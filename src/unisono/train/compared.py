@@ -29,7 +29,7 @@ BY_CONFIGURATION = (
     *("data.boundaries", "data.packing"),
 )
 # Addresses of data and weights, whose content is compared by fingerprint or by samples.
-BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.rows", "data.corpus", "components.data")
+BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.kept_rows", "data.corpus", "components.data")
 # Folders, speed, memory, what is kept and shown, and limits that end a run with an error: no step is another one.
 NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),

@@ -280,7 +280,17 @@ class RunConfig:
 
 # settings of data that the run opens itself
 _SOURCES = (
-    *("train", "eval", "weights", "sample_weights", "rows", "cache_gib", "bucket_batches", "eval_fold", "eval_parts"),
+    *(
+        "train",
+        "eval",
+        "weights",
+        "sample_weights",
+        "kept_rows",
+        "cache_gib",
+        "bucket_batches",
+        "eval_fold",
+        "eval_parts",
+    ),
 )
 
 

@@ -175,7 +175,7 @@ def convert(
     columns: Sequence[str] | None = None,
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
-    rows: Path | None = None,
+    kept_rows: Path | None = None,
 ) -> int:
     """Write all rows of one table file to another, completely or not at all; the suffixes name the formats.
 
@@ -189,14 +189,14 @@ def convert(
         columns: Only these fields, in this order. By default all.
         base64: Fields of bytes that the CSV file, as source or target, holds as base64.
         arrays: Features of TFRecord's ``tf.Example`` that are arrays even with one value.
-        rows: Folder of kept rows: only these of the source are written. By default all.
+        kept_rows: Folder of kept rows: only these of the source are written. By default all.
 
     Returns:
         The number of rows.
 
     Raises:
         DataError: A suffix is unknown, ``target`` exists, the source is damaged, the target's format cannot hold a row, or
-            ``rows`` are those of other files.
+            ``kept_rows`` are those of other files.
     """
     if os.path.exists(target) and not overwrite:
         raise unwritable_error(
@@ -210,10 +210,10 @@ def convert(
         )
     from_csv, to_csv = (kind_of_name(path) == ".csv" for path in (source, target))
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
-    if rows is not None:
-        table = replace(table, rows=kept_of_table(read_kept_rows(rows), files_of(source), table.rows))
+    if kept_rows is not None:
+        table = replace(table, rows=kept_of_table(read_kept_rows(kept_rows), files_of(source), table.rows))
     count = write_table(target, table, base64=base64 if to_csv else ())
-    write_cleaning_file(target, [source] if rows is None else [source, rows])
+    write_cleaning_file(target, [source] if kept_rows is None else [source, kept_rows])
     return count
 
 

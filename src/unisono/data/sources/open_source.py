@@ -53,7 +53,7 @@ def open_source(
     key: str | None = None,
     classes: bool = True,
     cache_dir: Path | None = None,
-    rows: str | Path | None = None,
+    kept_rows: str | Path | None = None,
 ) -> Dataset:
     """Open training data as a random-access data set; suffix or folder determine the format.
 
@@ -74,19 +74,19 @@ def open_source(
         classes: True: the labels of image records are classes, int64. False: they are as stored, float32, or float32 [labels].
             Columns of other formats are as they are.
         cache_dir: Folder of copies. By default ``unisono`` in the user's cache folder.
-        rows: Folder of kept rows, such as ``unisono data clean --index-only`` writes: the samples are these rows alone. Not for
-            token shards. By default all rows.
+        kept_rows: Folder of kept rows, such as ``unisono data clean --index-only`` writes: the samples are these rows alone. Not
+            for token shards. By default all rows.
 
     Raises:
         DataError: Nothing is there, the format is unknown, a column is unknown, an option has no effect on the format, or rows
-            are damaged; ``rows`` are those of other files; while reading, a record is damaged.
+            are damaged; ``kept_rows`` are those of other files; while reading, a record is damaged.
         ExtraError: The package that reads the format or filesystem is not installed.
     """
     whole_cache = default_cache_dir(os.environ) if cache_dir is None else cache_dir
     paths = source_paths(address, whole_cache)
-    if rows is None:
+    if kept_rows is None:
         return _open_paths(paths, columns, seq_len, key, classes, whole_cache)
-    kept, files = read_kept_rows(rows), _files_in_order(paths)
+    kept, files = read_kept_rows(kept_rows), _files_in_order(paths)
     data = _open_paths(paths, columns, seq_len, key, classes, whole_cache, kept)
     samples, total = kept_samples(kept, files)
     require_rows(kept, files, total, len(data))
@@ -123,7 +123,7 @@ def _open_paths(
             suffix = ".bin" if of == TOKENS else of
             raise _unfit(f"{option} for {paths[0]}", f"leave {option} out: it is for {suffix}")
     if kind == TOKENS and kept is not None:
-        raise _unfit(f"kept rows of {paths[0]}", "leave rows out: token shards have no rows")
+        raise _unfit(f"kept rows of {paths[0]}", "leave kept_rows out: token shards have no rows")
     if kind == ".rec":
         files = [RecordFile(path, cache_dir=whole_cache) for path in paths]
         if _are_rows(files):

@@ -86,7 +86,7 @@ def row_texts(path: Path, column: str, kept: NDArray[np.int64] | None = None) ->
             given=f"row {following:,} of {path}, which has {rows:,} rows",
             rule="kept rows are rows of the file; they are counted from 0",
             consequence="the corpus was not prepared",
-            nearest="data.rows with a folder that was made of this file",
+            nearest="data.kept_rows with a folder that was made of this file",
         )
     if count:
         more = f"; and {count - len(bad)} more" if count > len(bad) else ""

@@ -174,7 +174,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
     corpus = find_corpus(local_path(options.corpus, cache / "sources"))
     if is_url(options.corpus):
         corpus = replace(corpus, name=without_credentials(options.corpus))
-    corpus, rows = (corpus, {}) if options.train_rows is None else _kept_part(corpus, options.train_rows)
+    corpus, rows = (corpus, {}) if options.train_kept_rows is None else _kept_part(corpus, options.train_kept_rows)
     check_text_column(corpus, options.text_column)
     try:
         make_own_folder(cache, option="data.cache_dir")
