@@ -62,7 +62,7 @@ def test_kept_rows_are_written_in_the_format_of_their_file(tmp_path: Path, suffi
     write_table(source, Table(rows=rows(TEXTS)))
     before = source.read_bytes()
     result = dedup([source], tmp_path / "out")
-    assert (result.documents, result.kept, exact(result), near(result), result.crowded) == (5, 3, 1, 1, 0)
+    assert (result.documents, result.kept, exact(result), near(result), result.num_capped) == (5, 3, 1, 1, 0)
     assert [dict(row) for row in open_table(tmp_path / "out" / "data" / source.name).rows] == [
         row for number, row in enumerate(rows(TEXTS)) if number in KEPT
     ]

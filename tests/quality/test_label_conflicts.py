@@ -55,7 +55,7 @@ def test_planted_conflicts_are_all_found_and_no_others(tmp_path: Path) -> None:
     assert found_rows(tmp_path / "out") == planted_groups
     assert result.conflicts == len(planted_groups) == 150
     assert result.in_conflict == sum(map(len, planted_groups))
-    assert result.crowded == 0
+    assert result.num_capped == 0
 
 
 def test_a_conflict_behind_many_copies_of_one_label_is_found(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_conflict_behind_many_copies_of_one_label_is_found(tmp_path: Path) -> 
     (group,) = conflicts_of(tmp_path / "out")
     assert 300 in {each["row"] for each in group["documents"]}
     assert group["majority"] == "common"
-    assert result.crowded == 1  # the rare one, which was not compared with all
+    assert result.num_capped == 1  # the rare one, which was not compared with all
 
 
 def test_a_group_says_labels_majority_and_similarity(tmp_path: Path) -> None:

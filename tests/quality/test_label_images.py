@@ -104,7 +104,7 @@ def test_planted_conflicts_are_all_found_and_no_others(tmp_path: Path, workers: 
     planted = conflicting(tmp_path / "photos")
     result = find_label_errors([tmp_path / "photos"], tmp_path / "out", workers=workers)
     assert by_first(groups(tmp_path / "out")) == by_first(planted)
-    assert (result.content, result.label, result.crowded) == ("images", "targets", 0)
+    assert (result.content, result.label, result.num_capped) == ("images", "targets", 0)
     assert (result.conflicts, result.in_conflict) == (4, 14)
     assert result.labels == {"cat": 19, "dog": 21}
     of_three = next(each for each in read(tmp_path / "out" / "conflicts.jsonl") if len(each["documents"]) == 3)

@@ -121,8 +121,8 @@ def test_identical_rows_cost_one_comparison(tmp_path: Path) -> None:
     copies = exact_duplicates(sketches)
     assert len(copies) == 19_999
     assert set(copies.of.tolist()) == {0}
-    near, crowded = near_duplicates(sketches, 0.8, copies.document)
-    assert (len(near), crowded) == (0, 0)
+    near, num_capped = near_duplicates(sketches, 0.8, copies.document)
+    assert (len(near), num_capped) == (0, 0)
 
 
 def test_many_documents_with_one_boilerplate_are_counted(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_many_documents_with_one_boilerplate_are_counted(tmp_path: Path) -> None
     boilerplate = planted.documents(1, rng, words=(150, 151))[0]
     texts = [f"{boilerplate} {part}" for part in planted.documents(2 * MAX_BUCKET, rng, words=(60, 61))]
     sketches = sketched(tmp_path, texts)
-    duplicates, crowded = near_duplicates(sketches, 0.8, np.zeros(0, np.int64))
+    duplicates, num_capped = near_duplicates(sketches, 0.8, np.zeros(0, np.int64))
     assert len(duplicates) == 0
-    assert crowded > 0
+    assert num_capped > 0
 
 
 def test_jaccard_of_sets_that_were_cut() -> None:

@@ -111,9 +111,9 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     ]
     if len(result.confusions) > _SHOWN:
         lines.append(f"     and {len(result.confusions) - _SHOWN:,} more pairs of labels")
-    if result.crowded:
+    if result.num_capped:
         noun = "images" if result.content == "images" else "texts"
-        lines.append(f"{result.crowded:,} {noun} had too many candidates to be compared with all of them")
+        lines.append(f"{result.num_capped:,} {noun} had too many candidates to be compared with all of them")
     return [*lines, *unreadable_lines(result.unreadable), f"look through and mark: {out / 'report.html'}"]
 
 

@@ -214,7 +214,7 @@ def clean_documents(
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
     of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
-    data dedup; dropped.jsonl names the limit that each dropped document did not keep, and report.html shows what each limit cuts.
+    data dedup; dropped.jsonl names the limit that each dropped document failed, and report.html shows what each limit cuts.
     After a kill, the same command goes on.
     """
     from unisono.config import load_config
@@ -245,8 +245,8 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
     if result.languages:
         shown = [f"{code} {count:,}" for code, count in result.languages.items()][:_LANGUAGES]
         lines.append(f"languages: {', '.join(shown)}{', ...' if len(result.languages) > _LANGUAGES else ''}")
-    if result.crowded:
-        lines.append(f"{result.crowded:,} kept documents had too many candidates to be compared with all of them")
+    if result.num_capped:
+        lines.append(f"{result.num_capped:,} kept documents had too many candidates to be compared with all of them")
     if result.unchecked_items:
         items = sum(result.unchecked_items.values())
         lines.append(f"{items:,} of {result.benchmark_items:,} items of benchmarks had too few words to be looked for")
@@ -358,8 +358,8 @@ def split_documents(
         for part in result.parts
     ]
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
-    if result.crowded:
-        lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
+    if result.num_capped:
+        lines.append(f"{result.num_capped:,} documents had too many candidates to be compared with all of them")
     lines += unreadable_lines(result.unreadable)
     print_result(as_json, with_places(out, result), [*lines, f"report: {out / 'report.html'}"])
 
@@ -375,8 +375,8 @@ def _leak_lines(result: LeakResult) -> list[str]:
         lines.append(f"     {pair['file']} row {pair['row']} and {of['file']} row {of['row']}: {how}")
     if len(result.pairs) > _SHOWN:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
-    if result.crowded:
-        lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
+    if result.num_capped:
+        lines.append(f"{result.num_capped:,} documents had too many candidates to be compared with all of them")
     return [*lines, *unreadable_lines(sum(split.unreadable for split in result.splits))]
 
 

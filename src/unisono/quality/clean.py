@@ -51,8 +51,8 @@ class CleanResult:
         dropped: Of these dropped, by the limit or step that did, in the order of the recipe.
         changed: Kept documents whose text is another now.
         masked: Pieces of personal data that were replaced in kept documents, by kind.
-        languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
-        crowded: Kept documents that were not compared with all of their candidates, as there were too many.
+        languages: Documents of each language, the most first, of those that pass all other limits; empty if the recipe has none.
+        num_capped: Kept documents with more candidates than the limit, so some pairs were not compared.
         benchmark_items: Texts of the benchmarks.
         unchecked_items: Of these such with too few words to be looked for, by the name of their file.
         recipe: The settings of all steps.
@@ -68,7 +68,7 @@ class CleanResult:
     changed: int
     masked: dict[str, int]
     languages: dict[str, int]
-    crowded: int
+    num_capped: int
     benchmark_items: int
     unchecked_items: dict[str, int]
     recipe: CleanRecipe
@@ -144,7 +144,7 @@ def clean(
         documents.require_unchanged()
         drops = skips_unreadable or (not is_text and recipe.images.enabled)
         faults = unreadable_documents(documents, sketches, drops=drops)
-        duplicates, crowded = _duplicates(documents.content, sketches, recipe, progress)
+        duplicates, num_capped = _duplicates(documents.content, sketches, recipe, progress)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
         files, rows = sketches.places()
@@ -169,7 +169,7 @@ def clean(
             changed=changed,
             masked=sketches.masked(is_kept),
             languages=_languages(sketches),
-            crowded=crowded,
+            num_capped=num_capped,
             benchmark_items=len(benchmarks.places),
             unchecked_items=benchmarks.unchecked,
             recipe=recipe,
@@ -203,9 +203,9 @@ def _duplicates(
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
-    near, crowded = near_documents(content, sketches, recipe.dedup, exact.document, progress=progress)
+    near, num_capped = near_documents(content, sketches, recipe.dedup, exact.document, progress=progress)
     is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
-    return exact[~is_copy] + near_too + near, crowded
+    return exact[~is_copy] + near_too + near, num_capped
 
 
 def _languages(sketches: Sketches) -> dict[str, int]:

@@ -56,8 +56,8 @@ def distribution_sections(distributions: Sequence[Distribution], content: Conten
             for number, one in enumerate(limits)
         ]
         note = (
-            "Red lines are the limits. They are tried in this order, and a document is dropped by the first that it does not "
-            "keep: each picture has the documents that kept all limits before it. Numbers of documents are logarithmic."
+            "Red lines are the limits. They are tried in this order, and a document is dropped by the first that it fails: "
+            "each picture has the documents that pass all limits before it. Numbers of documents are logarithmic."
         )
         sections.append(Section(title="What the limits cut", note=note, charts=charts, in_grid=True))
     return sections

@@ -56,13 +56,13 @@ class LeakResult:
 
     Attributes:
         splits: In the order given; the first, the training set, has no leaks.
-        crowded: Documents without a leak that were not compared with all of their candidates, as there were too many.
+        num_capped: Documents without a leak with more candidates than the limit, so some pairs were not compared.
         pairs: Each leaking document and the most similar document found in a split before it.
         options: What counted as a duplicate.
     """
 
     splits: tuple[SplitLeaks, ...]
-    crowded: int
+    num_capped: int
     pairs: tuple[dict[str, Any], ...]
     options: DuplicateOptions
 
@@ -126,12 +126,12 @@ def find_leaks(
         split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
         split_of = split_of_file[files]
         exact = exact_duplicates(sketches)
-        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
+        near, num_capped = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
         leaks = _leaks(exact, near, split_of)
         pairs = PlacedPairs(documents, files, rows)
         result = LeakResult(
             splits=tuple(_splits(paths, split_of, leaks, list(faults))),
-            crowded=crowded,
+            num_capped=num_capped,
             pairs=tuple(pairs.records(leaks)),
             options=options,
         )

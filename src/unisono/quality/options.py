@@ -38,7 +38,7 @@ class FilterOptions:
 
     __repr__ = options_repr
 
-    enabled: bool = option(True, "Drop documents that do not keep the limits below.")
+    enabled: bool = option(True, "Drop documents that fail a limit below.")
     min_words: int = option(50, "Words, separated by spaces; 0 = no limit, here and below.", ge=0)
     max_words: int = option(100_000, "Words.", ge=0)
     min_mean_word_chars: float = option(3.0, "Mean length of words, characters.", ge=0)
@@ -104,7 +104,7 @@ class ImageOptions:
 
     __repr__ = options_repr
 
-    enabled: bool = option(True, "Drop images that cannot be read or do not keep the limits below.")
+    enabled: bool = option(True, "Drop images that cannot be read or fail a limit below.")
     checks_format: bool = option(True, "Drop images whose file name has the suffix of another format.")
     min_side_px: int = option(32, "Pixels of the shorter side.", ge=0)
     min_contrast: float = option(4.0, "Standard deviation of the grey values, of 0 to 255.", ge=0, le=255)

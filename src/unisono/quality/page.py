@@ -81,9 +81,9 @@ def write_clean_page(
         *_dropped(pairs, dropped, content),
         *unreadable_section(pairs, faults),
     ]
-    if result.crowded:
+    if result.num_capped:
         note = (
-            f"{result.crowded:,} kept documents had more candidates than they were compared with. Such documents "
+            f"{result.num_capped:,} kept documents had more candidates than they were compared with. Such documents "
             f"{_ALIKE[content]}; a near-duplicate among them may have been kept."
         )
         sections.append(Section(title="Not compared", note=note))
@@ -125,7 +125,7 @@ def _languages(result: CleanResult) -> list[Section]:
         return []
     total = sum(result.languages.values())
     rows = [[code, f"{count:,}", f"{count / total:.2%}"] for code, count in result.languages.items()]
-    note = "Of the documents that kept all other limits of the filter."
+    note = "Of the documents that pass all other limits of the filter."
     return [Section(title="Languages", note=note, tables=[Table(head=("language", "documents", "share"), rows=rows)])]
 
 
@@ -298,5 +298,5 @@ def _split_verdict(content: Content, result: SplitResult) -> str:
     """What was kept within one part: the comparison finds nearly all near-duplicates, not all (``near_duplicates``)."""
     if not threshold_of(content, result.options):
         return "Documents with the same content are in one part. Near-duplicates were not looked for."
-    crowded = f"; {result.crowded:,} that {_ALIKE[content]} may have more of them" if result.crowded else ""
-    return f"Near-duplicates that were found are in one part{crowded}."
+    capped = f"; {result.num_capped:,} that {_ALIKE[content]} may have more of them" if result.num_capped else ""
+    return f"Near-duplicates that were found are in one part{capped}."

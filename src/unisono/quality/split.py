@@ -59,7 +59,7 @@ class SplitResult:
         unreadable: Of these, documents that could not be read and are in no part.
         clusters: Number of clusters, none of which is in two parts; a document alone is one.
         largest: Documents in the largest cluster.
-        crowded: Documents that were not compared with all of their candidates, as there were too many.
+        num_capped: Documents with more candidates than the limit, so some pairs were not compared.
         parts: In the order given.
         options: What counted as the same document.
     """
@@ -68,7 +68,7 @@ class SplitResult:
     unreadable: int
     clusters: int
     largest: int
-    crowded: int
+    num_capped: int
     parts: tuple[Part, ...]
     options: DuplicateOptions
 
@@ -137,7 +137,7 @@ def split(
         classes, names = _classes(documents, class_field, sketches, progress)
         faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         is_read = sketches.reasons() == 0
-        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups, progress)
+        cluster_of, num_capped = find_clusters(documents.content, sketches, options, groups, progress)
         cluster_of = cluster_of[is_read]
         part_of = np.full(len(sketches), -1)
         shares = [float(share) for share in parts.values()]
@@ -156,7 +156,7 @@ def split(
             unreadable=len(faults),
             clusters=len(sizes),
             largest=int(sizes.max(initial=0)),
-            crowded=crowded,
+            num_capped=num_capped,
             parts=tuple(
                 Part(
                     name=name,

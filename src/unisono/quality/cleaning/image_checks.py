@@ -36,7 +36,7 @@ class CheckedImage:
     """An image after the checks.
 
     Attributes:
-        failed: The limit that it does not keep, or ``unreadable``; empty if it keeps all.
+        failed: The limit that it fails, or ``unreadable``; empty if it passes all.
         value: What the limit was compared with; 0 of ``checks_format``.
         fault: Why it cannot be read.
         thumbnail: Its grey values, whatever its aspect ratio, uint8 [64, 64]; zeros of one that cannot be read.
@@ -88,7 +88,7 @@ def thumbnail_of(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _failed(
     grey: NDArray[np.uint8], side: int, suffix: str, name: str | None, options: ImageOptions
 ) -> tuple[str, float, dict[str, float]]:
-    """The first limit that an image does not keep, or empty; its value there; and the values of the limits that were tried."""
+    """The first limit that an image fails, or empty; its value there; and the values of the limits that were tried."""
     measured: dict[str, float] = {}
     if options.checks_format and suffix and suffix not in _SUFFIXES.get(name or "", ()):
         return CHECKS_FORMAT, 0.0, measured

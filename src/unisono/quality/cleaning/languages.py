@@ -22,7 +22,7 @@ _DIGITS: Final = 4  # of a probability: the last bits depend on the processor
 
 
 def failed_language(text: str, options: FilterOptions) -> tuple[str, str, float]:
-    """(limit that the language of text does not keep, or empty; code of the language; its probability)."""
+    """(limit that the language of text fails, or empty; code of the language; its probability)."""
     language, score = find_language(text)
     if language not in options.languages:
         return "languages", language, score

@@ -64,7 +64,7 @@ class Distribution:
 
     Attributes:
         measure: What is measured, such as ``words``; ``chars`` and ``pixels`` are lengths.
-        of: Which documents: all that could be ``read``, those that are ``kept``, or those that were ``tried``, as they kept
+        of: Which documents: all that could be ``read``, those that are ``kept``, or those that were ``tried``, as they pass
             all limits before this one.
         documents: Number of these documents.
         limits: The limits of the measure that are on, such as ``min_words``.

@@ -29,7 +29,7 @@ class CheckedText:
     """A text after the limits.
 
     Attributes:
-        failed: The first limit that it does not keep; empty if it keeps all.
+        failed: The first limit that it fails; empty if it passes all.
         value: What that limit was compared with.
         measured: What it and the limits before it were compared with, by the limits' names.
     """
@@ -40,7 +40,7 @@ class CheckedText:
 
 
 def check_text(text: str, options: FilterOptions) -> CheckedText:
-    """Try the limits in the order of ``FilterOptions``, those that cost little first, until text does not keep one."""
+    """Try the limits in the order of ``FilterOptions``, those that cost little first, until text fails one."""
     measured: dict[str, float] = {}
     for name, value in _measures(text, options):
         measured[name] = value

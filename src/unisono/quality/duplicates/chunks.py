@@ -89,7 +89,7 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
     Args:
         images: The images; None of one that cannot be read.
         suffixes: Of their files' names, in small letters; empty of rows of tables.
-        recipe: The limits that they are to keep.
+        recipe: The limits that they have to pass.
 
     Raises:
         ExtraError: A package that reads their formats is not installed.

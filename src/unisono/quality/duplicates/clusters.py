@@ -17,7 +17,7 @@ def find_clusters(
     content: Content,
     sketches: Sketches,
     options: DuplicateOptions,
-    values: NDArray[np.int64] | None,
+    group_of: NDArray[np.int64] | None,
     progress: Progress = SILENT,
 ) -> tuple[NDArray[np.int64], int]:
     """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
@@ -26,7 +26,7 @@ def find_clusters(
         content: What documents are.
         sketches: Of all documents.
         options: From which similarity on two documents belong together.
-        values: Number of each document's value, int64 [documents]; documents of one value belong together, where it is not
+        group_of: Number of each document's group, int64 [documents]; documents of one group belong together, where it is not
             negative. None: there are none.
         progress: Is told how many documents are compared.
 
@@ -34,61 +34,61 @@ def find_clusters(
         The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all
         of their candidates, as there were too many.
     """
-    first = np.arange(len(sketches))
+    parent = np.arange(len(sketches))
     exact = exact_duplicates(sketches)
-    first[exact.document] = exact.of
-    crowded = 0
+    parent[exact.document] = exact.of
+    num_capped = 0
     near = options.near
     if content == "images":
-        crowded = _join_images(first, sketches, options, exact.document, progress)
+        num_capped = _union_images(parent, sketches, options, exact.document, progress)
     elif near:
         buckets = Buckets()
         for document, shared in candidates(sketches, exact.document, progress):
-            others, is_crowded = buckets.sharing(shared)
+            others, is_capped = buckets.sharing(shared)
             shingles = sketches.shingles(document)
             for other in others[:MAX_COMPARED]:
-                is_joined = find_root(first, other) == find_root(first, document)
+                is_joined = find_root(parent, other) == find_root(parent, document)
                 if not is_joined and jaccard(shingles, sketches.shingles(other), near) >= near:
-                    join(first, document, other)
+                    union(parent, document, other)
             buckets.add(document, shared)
-            crowded += is_crowded or len(others) > MAX_COMPARED
-    if values is not None:
-        first_of_value: dict[int, int] = {}
-        for document in np.flatnonzero(values >= 0).tolist():
-            join(first, document, first_of_value.setdefault(int(values[document]), document))
+            num_capped += is_capped or len(others) > MAX_COMPARED
+    if group_of is not None:
+        first_of_group: dict[int, int] = {}
+        for document in np.flatnonzero(group_of >= 0).tolist():
+            union(parent, document, first_of_group.setdefault(int(group_of[document]), document))
     while True:  # each document points at one before it
-        ahead = first[first]
-        if np.array_equal(ahead, first):
-            return first, crowded
-        first = ahead
+        ahead = parent[parent]
+        if np.array_equal(ahead, parent):
+            return parent, num_capped
+        parent = ahead
 
 
-def _join_images(
-    first: NDArray[np.int64],
+def _union_images(
+    parent: NDArray[np.int64],
     sketches: Sketches,
     options: DuplicateOptions,
     excluded: NDArray[np.int64],
     progress: Progress,
 ) -> int:
     """Join images that are near each other; returns how many had too many candidates."""
-    crowded = 0
+    num_capped = 0
     if options.image_near:
-        for image, pairs, is_crowded in similar_images(sketches, options, excluded, progress=progress):
+        for image, pairs, is_capped in similar_images(sketches, options, excluded, progress=progress):
             for other, _ in pairs:
-                join(first, image, other)
-            crowded += is_crowded
-    return crowded
+                union(parent, image, other)
+            num_capped += is_capped
+    return num_capped
 
 
-def find_root(first: NDArray[np.int64], document: int) -> int:
-    """The first document of a document's cluster; ``first`` has one before it in the cluster, or itself, for each document."""
-    while (before := int(first[document])) != document:
-        first[document] = first[before]  # halves the path (Tarjan and van Leeuwen 1984)
+def find_root(parent: NDArray[np.int64], document: int) -> int:
+    """The first document of a document's cluster; ``parent`` has one before it in the cluster, or itself, for each document."""
+    while (before := int(parent[document])) != document:
+        parent[document] = parent[before]  # halves the path (Tarjan and van Leeuwen 1984)
         document = before
     return document
 
 
-def join(first: NDArray[np.int64], document: int, other: int) -> None:
+def union(parent: NDArray[np.int64], document: int, other: int) -> None:
     """Make one cluster of those of two documents."""
-    low, high = sorted((find_root(first, document), find_root(first, other)))
-    first[high] = low
+    low, high = sorted((find_root(parent, document), find_root(parent, other)))
+    parent[high] = low

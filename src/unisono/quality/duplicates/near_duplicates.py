@@ -114,9 +114,9 @@ def near_duplicates(
     """
     buckets = Buckets()
     found: list[tuple[int, int, float]] = []
-    crowded = 0
+    num_capped = 0
     for document, shared in candidates(sketches, excluded, progress):
-        others, is_crowded = buckets.sharing(shared)
+        others, is_capped = buckets.sharing(shared)
         if split_of is not None:
             others = [other for other in others if split_of[other] != split_of[document]]
         best = _most_similar(sketches, document, others[:MAX_COMPARED], near)
@@ -124,8 +124,8 @@ def near_duplicates(
             found.append((document, *best))
         if best is None or split_of is not None:
             buckets.add(document, shared)
-        crowded += best is None and (is_crowded or len(others) > MAX_COMPARED)
-    return duplicates_of(found), crowded
+        num_capped += best is None and (is_capped or len(others) > MAX_COMPARED)
+    return duplicates_of(found), num_capped
 
 
 def duplicates_of(found: Sequence[tuple[int, int, float]]) -> Duplicates:

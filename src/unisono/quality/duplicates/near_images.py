@@ -64,14 +64,14 @@ def near_images(
     def is_compared(image: int, others: NDArray[np.int64]) -> NDArray[np.bool_]:
         return ~is_copy[others] if split_of is None else split_of[others] != split_of[image]
 
-    crowded = 0
-    for image, pairs, is_crowded in similar_images(sketches, options, excluded, is_compared, progress):
+    num_capped = 0
+    for image, pairs, is_capped in similar_images(sketches, options, excluded, is_compared, progress):
         if pairs:
             other, similarity = max(pairs, key=lambda pair: (pair[1], -pair[0]))
             found.append((image, other, similarity))
             is_copy[image] = True
-        crowded += is_crowded and not pairs
-    return duplicates_of(found), crowded
+        num_capped += is_capped and not pairs
+    return duplicates_of(found), num_capped
 
 
 def similar_images(

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quality.documents import Content
-from unisono.quality.duplicates.clusters import find_root, join
+from unisono.quality.duplicates.clusters import find_root, union
 from unisono.quality.duplicates.comparison import threshold_of
 from unisono.quality.duplicates.near_duplicates import MAX_COMPARED, Buckets, candidates, exact_duplicates, jaccard
 from unisono.quality.duplicates.near_images import similar_images
@@ -89,18 +89,18 @@ def find_conflicts(
     has_several = np.zeros(len(sketches), np.bool_)  # of the first document of each text
     has_several[exact.of[labels[exact.document] != labels[exact.of]]] = True
     best = has_several.astype(np.float64)  # largest similarity to a document of another label
-    first = np.arange(len(sketches))
-    crowded = 0
+    parent = np.arange(len(sketches))
+    num_capped = 0
     if threshold_of(content, options):
         find = _similar_images if content == "images" else _similar_texts
-        for document, pairs, is_crowded in find(sketches, options, exact.document, labels, has_several, progress):
+        for document, pairs, is_capped in find(sketches, options, exact.document, labels, has_several, progress):
             for other, similarity in pairs:
-                join(first, document, other)
+                union(parent, document, other)
                 best[[document, other]] = np.maximum(best[[document, other]], similarity)
-            crowded += is_crowded
+            num_capped += is_capped
     members: dict[int, list[int]] = {}
     for document in np.flatnonzero(best[text_of] > 0).tolist():
-        members.setdefault(find_root(first, int(text_of[document])), []).append(document)
+        members.setdefault(find_root(parent, int(text_of[document])), []).append(document)
     groups = [
         ConflictGroup(
             documents=tuple(documents),
@@ -109,7 +109,7 @@ def find_conflicts(
         )
         for documents in members.values()
     ]
-    return groups, crowded
+    return groups, num_capped
 
 
 def _similar_texts(

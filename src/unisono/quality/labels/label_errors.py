@@ -45,7 +45,7 @@ class LabelsResult:
         labels: Documents of each label, the most common one first.
         conflicts: Groups of documents that are the same or near each other and have different labels.
         in_conflict: Documents in these groups.
-        crowded: Texts or images that were not compared with all of their candidates of other labels, as there were too many.
+        num_capped: Texts or images with more candidates of other labels than the limit, so some pairs were not compared.
         ranked_by: ``probabilities``, ``losses``, or empty without either.
         evaluated: Documents that have a loss.
         suspects: Of these, documents whose label is likely wrong.
@@ -60,7 +60,7 @@ class LabelsResult:
     labels: dict[str, int]
     conflicts: int
     in_conflict: int
-    crowded: int
+    num_capped: int
     ranked_by: str
     evaluated: int
     suspects: int
@@ -131,7 +131,7 @@ def find_label_errors(
         suspects = NO_SUSPECTS if found is None else find_suspects(read_losses(found), documents, files, labels)
         documents.require_unchanged()
         places = PlacedPairs(documents, files, rows)
-        groups, crowded = find_conflicts(documents.content, sketches, options, labels.of, progress)
+        groups, num_capped = find_conflicts(documents.content, sketches, options, labels.of, progress)
         progress.begin("reporting", 1, "pages")
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
         write_json_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
@@ -145,7 +145,7 @@ def find_label_errors(
             labels=labels.counts(),
             conflicts=len(groups),
             in_conflict=sum(len(group.documents) for group in groups),
-            crowded=crowded,
+            num_capped=num_capped,
             ranked_by=suspects.ranked_by,
             evaluated=suspects.evaluated,
             suspects=len(suspects),

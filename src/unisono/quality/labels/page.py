@@ -271,9 +271,9 @@ def _name(labels: Labels, number: int | None) -> str | None:
 
 def _verdict(result: LabelsResult) -> str:
     conflicts = f"{result.in_conflict:,} of {result.documents:,} documents are in conflict with another label"
-    if result.crowded:
+    if result.num_capped:
         why = "look alike" if result.content == "images" else "share boilerplate"
-        conflicts += f", and perhaps some of {result.crowded:,} that {why}"
+        conflicts += f", and perhaps some of {result.num_capped:,} that {why}"
     return conflicts + (f"; {result.suspects:,} labels are suspect by their loss." if result.ranked_by else ".")
 
 
