@@ -16,9 +16,9 @@ from unisono.quality.cleaning import version as version_module
 from unisono.quality.cleaning.benchmarks import read_benchmarks
 from unisono.quality.cleaning.image_checks import check_image
 from unisono.quality.cleaning.steps import REASONS, clean_documents
-from unisono.quality.cleaning.version import CLEANING
+from unisono.quality.cleaning.version import CLEANING_VERSION
 from unisono.quality.options import (
-    MASKED,
+    MASK_KINDS,
     CleanRecipe,
     DecontaminateOptions,
     DuplicateOptions,
@@ -76,7 +76,7 @@ def outcome(folder: Path) -> str:
     for recipe in (
         CleanRecipe(
             filter=FilterOptions(min_words=20),
-            mask=MaskOptions(kinds=MASKED),
+            mask=MaskOptions(kinds=MASK_KINDS),
             decontaminate=DecontaminateOptions(against=(str(folder / "benchmark.txt"),)),
         ),
         CleanRecipe(normalize=NormalizeOptions(enabled=False), filter=FilterOptions(min_words=20, max_words=95)),
@@ -95,10 +95,10 @@ def outcome(folder: Path) -> str:
 
 def test_another_outcome_is_another_version(tmp_path: Path) -> None:
     found = outcome(tmp_path)
-    assert OUTCOMES.get(CLEANING) == found, (
-        "what becomes of documents has changed: raise CLEANING in quality/cleaning/version.py, and add its outcome here"
+    assert OUTCOMES.get(CLEANING_VERSION) == found, (
+        "what becomes of documents has changed: raise CLEANING_VERSION in quality/cleaning/version.py, and add its outcome here"
     )
-    assert max(OUTCOMES) == CLEANING
+    assert max(OUTCOMES) == CLEANING_VERSION
     assert len(set(OUTCOMES.values())) == len(OUTCOMES)
 
 
@@ -113,7 +113,7 @@ NO_PACKAGES = CleanRecipe(filter=FilterOptions(enabled=False), dedup=DuplicateOp
 def test_another_version_is_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl")
     first = clean([path], tmp_path / "out", NO_PACKAGES)
-    monkeypatch.setattr(version_module, "CLEANING", CLEANING + 1)
+    monkeypatch.setattr(version_module, "CLEANING_VERSION", CLEANING_VERSION + 1)
     with pytest.raises(ConfigError, match="results of other inputs or settings"):
         clean([path], tmp_path / "out", NO_PACKAGES)
     assert clean([path], tmp_path / "new", NO_PACKAGES).recipe_hash != first.recipe_hash

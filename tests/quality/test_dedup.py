@@ -168,12 +168,12 @@ def test_a_job_goes_on_behind_its_whole_chunks(tmp_path: Path, monkeypatch: pyte
     sketched: list[int] = []
     real = sketch_folder.make_chunk
 
-    def count(texts: list[bytes], recipe: CleanRecipe, contamination: Any) -> bytes:
+    def count(texts: list[bytes], recipe: CleanRecipe, benchmark_hashes: Any) -> bytes:
         if len(sketched) == 6 and not (tmp_path / "failed").exists():
             (tmp_path / "failed").touch()
             raise KeyboardInterrupt
         sketched.append(len(texts))
-        return real(texts, recipe, contamination)
+        return real(texts, recipe, benchmark_hashes)
 
     monkeypatch.setattr(sketch_folder, "make_chunk", count)
     with pytest.raises(KeyboardInterrupt):
@@ -285,9 +285,9 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     write_table(source, Table(rows=rows(TEXTS)))
     real = sketch_folder.make_chunk
 
-    def change(texts: list[bytes], recipe: CleanRecipe, contamination: Any) -> bytes:
+    def change(texts: list[bytes], recipe: CleanRecipe, benchmark_hashes: Any) -> bytes:
         source.write_text('{"text": "new"}\n')
-        return real(texts, recipe, contamination)
+        return real(texts, recipe, benchmark_hashes)
 
     monkeypatch.setattr(sketch_folder, "make_chunk", change)
     with pytest.raises(DataError, match="has changed meanwhile"):

@@ -283,7 +283,7 @@ def test_pictures_and_buttons_in_a_browser(tmp_path: Path) -> None:
     marks = tmp_path / "marks.json"
     marks.write_text(found["text"])
     result = relabel([tmp_path / "photos"], tmp_path / "new", marks)
-    assert (result.changed, result.dropped, result.confirmed) == (1, 1, 1)
+    assert (result.changed, result.num_dropped, result.confirmed) == (1, 1, 1)
     expected = tree(tmp_path / "photos")
     expected["dog/wrong.jpg"] = expected.pop("cat/wrong.jpg")
     del expected["dog/exact.jpg"]
@@ -307,7 +307,7 @@ def test_files_move_to_the_folders_of_their_labels_and_back(tmp_path: Path) -> N
         mark("b/1-1.png", "b", "keep"),
     )
     result = relabel([folder], tmp_path / "new", marks)
-    assert (result.kept, result.changed, result.dropped, result.confirmed) == (6, 4, 1, 1)
+    assert (result.kept, result.changed, result.num_dropped, result.confirmed) == (6, 4, 1, 1)
     assert tree(folder) == before
     after = tree(tmp_path / "new" / "data")
     assert after == {

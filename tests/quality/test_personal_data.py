@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.quality.cleaning.personal_data import mask_personal_data
-from unisono.quality.options import MASKED
+from unisono.quality.options import MASK_KINDS
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_kinds(kind: str, text: str, expected: str | None) -> None:
 
 def test_all_kinds_at_once() -> None:
     text = "me@example.org, 8.8.8.8, 4111111111111111"
-    assert mask_personal_data(text, MASKED) == ("<EMAIL>, <IP>, <CARD>", {"email": 1, "card": 1, "ip": 1})
+    assert mask_personal_data(text, MASK_KINDS) == ("<EMAIL>, <IP>, <CARD>", {"email": 1, "card": 1, "ip": 1})
     assert mask_personal_data(text, ()) == (text, {})
 
 
@@ -112,5 +112,5 @@ def test_all_kinds_at_once() -> None:
 def test_text_made_to_take_long(unit: str) -> None:
     """Quadratic time would be some 10^10 steps here: the test would not end."""
     text = unit * (200_000 // len(unit))
-    masked, _ = mask_personal_data(text, MASKED)
+    masked, _ = mask_personal_data(text, MASK_KINDS)
     assert len(masked) <= len(text)

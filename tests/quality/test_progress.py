@@ -128,11 +128,11 @@ def test_a_job_that_goes_on_counts_what_is_done(tmp_path: Path, monkeypatch: pyt
     made: list[int] = []
     real = sketch_folder.make_chunk
 
-    def interrupted(texts: list[bytes], recipe: CleanRecipe, contamination: Any) -> bytes:
+    def interrupted(texts: list[bytes], recipe: CleanRecipe, benchmark_hashes: Any) -> bytes:
         if len(made) == 4:
             raise KeyboardInterrupt
         made.append(len(texts))
-        return real(texts, recipe, contamination)
+        return real(texts, recipe, benchmark_hashes)
 
     first = Told()
     with monkeypatch.context() as patch:

@@ -55,7 +55,7 @@ def test_marked_labels_change_and_nothing_else(tmp_path: Path, suffix: str) -> N
         mark(name, 1, "b", "change", to="a"),
     )
     result = relabel([data], tmp_path / "new", marks)
-    assert (result.documents, result.kept, result.changed, result.dropped, result.confirmed) == (6, 5, 2, 1, 1)
+    assert (result.documents, result.kept, result.changed, result.num_dropped, result.confirmed) == (6, 5, 2, 1, 1)
     assert sorted(result.changes) == [("b", EVIL, 1), ("b", "a", 1)]
     expected = [dict(row) for row in open_table(data).rows]
     expected[1]["label"], expected[5]["label"] = "a", EVIL
@@ -259,6 +259,6 @@ def test_buttons_in_a_browser_make_marks_that_are_applied(tmp_path: Path) -> Non
         mark("all.jsonl", 4, EVIL, "change", to="b"),
     ]
     result = relabel([data], tmp_path / "new", marks)
-    assert (result.changed, result.dropped, result.confirmed) == (2, 0, 1)
+    assert (result.changed, result.num_dropped, result.confirmed) == (2, 0, 1)
     labels = [row["label"] for row in open_table(tmp_path / "new" / "data" / "all.jsonl").rows]
     assert labels == ["a", "a", "a", "a", "b", "b"]

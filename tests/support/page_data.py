@@ -261,7 +261,7 @@ def reviews(folder: Path) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as sketched:
         sketches = sketch_all(documents, Path(sketched), only_dedup(DuplicateOptions(near=0.0)))
         digest = data_set_digest(documents, sketches, read_labels(documents, "label", sketches))
-    about = {"version": 1, "data_set": digest, "label": "label", "text_column": None, "whole_rows": False}
+    about = {"version": 1, "data_set_digest": digest, "label": "label", "text_column": None, "whole_rows": False}
     marks = [{"file": "reviews.jsonl", "row": 0, "label": "bad", "action": "change", "to": "good"}]
     (folder / "marks.json").write_text(json.dumps({**about, "marks": marks}))
     return {"UNISONO__TRAIN__STEPS": "4", "UNISONO__PLAN__GLOBAL_BATCH": "8", "UNISONO__TRAIN__EVAL_EVERY_STEPS": "0"}

@@ -150,7 +150,7 @@ def relabel_documents(
 
 def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:
     lines = [
-        f"{result.changed:,} of {result.documents:,} labels changed, {result.dropped:,} documents dropped, "
+        f"{result.changed:,} of {result.documents:,} labels changed, {result.num_dropped:,} documents dropped, "
         f"{result.confirmed:,} labels confirmed"
     ]
     lines += [printable(f"     {count:,} {label} to {to}") for label, to, count in result.changes]

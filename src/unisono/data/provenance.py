@@ -22,7 +22,7 @@ from unisono.storage.limits import LimitError, read_json
 CLEANING_SUFFIX: Final = ".cleaning.json"
 DATA_FOLDER: Final = "data"  # of a job, with the data that it wrote
 REPORT_FILE: Final = "report.json"
-_FACTS: Final = ("recipe_hash", "documents", "kept", "dropped", "masked", "inputs")
+_FACTS: Final = ("recipe_hash", "documents", "kept", "dropped", "num_dropped", "masked", "inputs")
 _NAMED: Final = ("recipe_hash", "inputs")  # what a report has, if its data or what they were made of was cleaned
 
 

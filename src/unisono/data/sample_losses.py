@@ -33,6 +33,7 @@ from unisono.errors import DataError
 from unisono.storage.files import write_atomically
 
 VERSION: Final = 1
+LOSSES_FILE: Final = "losses.safetensors"  # in a folder of unisono tune folds
 _ABOUT: Final = "unisono_losses"
 _KINDS: Final = {"sample": "i", "loss": "f", "fold": "i", "target": "i", "probabilities": "f"}
 

@@ -28,12 +28,12 @@ from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, ex
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
-from unisono.quality.job_folder import open_job
+from unisono.quality.job_folder import DROPPED_FILE, open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
 from unisono.quality.progress import SILENT, Progress
-from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, unreadable_record
+from unisono.quality.unreadable import unreadable_documents, unreadable_record
 from unisono.storage.json_lines import write_json_lines
 
 EXACT: Final = "dedup.exact"
@@ -139,7 +139,7 @@ def clean(
         if job.is_done:
             return job.result(CleanResult)
         sketches = sketch_all(
-            documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers, progress=progress
+            documents, job.sketches, recipe, benchmark_hashes=benchmarks.hashes, workers=workers, progress=progress
         )
         documents.require_unchanged()
         drops = skips_unreadable or (not is_text and recipe.images.enabled)

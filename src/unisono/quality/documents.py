@@ -35,7 +35,7 @@ from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
 Content = Literal["text", "images"]
-TEXT: Final = "text"  # column of the documents where no other is named
+TEXT_COLUMN: Final = "text"  # column of the documents where no other is named
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
@@ -53,19 +53,19 @@ class InputFile:
         name: Its path relative to the folder that was given; of several paths, relative to the folder that all lie in.
         size: In bytes.
         mtime_ns: Time of its last change.
-        whole: Of a file that is one document its folder and its entry there; None of a table.
+        corpus_entry: Of a file that is one document its folder and its entry there; None of a table.
     """
 
     path: Path
     name: str
     size: int
     mtime_ns: int
-    whole: tuple[Corpus, SourceFile] | None = None
+    corpus_entry: tuple[Corpus, SourceFile] | None = None
 
     @property
     def kind(self) -> str:
         """The suffix that names the format of a table, or ``file``."""
-        return WHOLE_FILE if self.whole is not None else kind_of_name(self.path)
+        return WHOLE_FILE if self.corpus_entry is not None else kind_of_name(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Documents:
         content: What they are.
         column: Field of the documents in tables; None to find it.
         skips_unreadable: Whether a document that cannot be read is one with a fault, or an error.
-        rows_without: A document of a table is its row without this field, as JSON. None: it is the text in ``column``.
+        excluded_column: A document of a table is its row without this field, as JSON. None: it is the text in ``column``.
     """
 
     files: tuple[InputFile, ...]
@@ -103,7 +103,7 @@ class Documents:
     content: Content = "text"
     column: str | None = None
     skips_unreadable: bool = False
-    rows_without: str | None = None
+    excluded_column: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -123,7 +123,7 @@ class Documents:
         for number, file in enumerate(self.files):
             meter = FileMeter(file.size, advance)
             for row, found in enumerate(self._contents(file, meter)):
-                if file.whole is not None:
+                if file.corpus_entry is not None:
                     meter.end()
                 if isinstance(found, str):
                     yield Document(number, row, found.encode("utf-8", "surrogatepass"))
@@ -136,10 +136,10 @@ class Documents:
             meter.end()
 
     def _contents(self, file: InputFile, meter: FileMeter = UNMETERED) -> Iterator[str | bytes | DataError]:
-        if self.rows_without is not None:
-            field = self.rows_without
+        if self.excluded_column is not None:
+            field = self.excluded_column
             return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None, meter))
-        return _texts(file, self.column, meter) if self.content == TEXT else _images(file, self.column, meter)
+        return _texts(file, self.column, meter) if self.content == "text" else _images(file, self.column, meter)
 
     def values(self, field: str, faults: dict[int, str], advance: Advance = ignore) -> Iterator[Any]:
         """The value of a field of the tables, of each document; None of one without, if such are skipped.
@@ -193,7 +193,7 @@ class Documents:
 
     def place(self, file: int, row: int) -> str:
         """Where a document is, in words."""
-        return self.files[file].name + (f", row {row}" if self.files[file].whole is None else "")
+        return self.files[file].name + (f", row {row}" if self.files[file].corpus_entry is None else "")
 
     def identity(self) -> list[Any]:
         """By which a change of the files is seen. Whether unreadable documents are skipped is said beside it, to ``open_job``."""
@@ -203,7 +203,7 @@ class Documents:
 
 def require_text(documents: Documents) -> None:
     """Raise DataError for images."""
-    if documents.content != TEXT:
+    if documents.content != "text":
         raise refused(f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text")
 
 
@@ -330,13 +330,13 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
 
 def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     """None of a table without rows, or whose first row cannot be read (reading it then says so), or without a value."""
-    if file.whole is not None:
+    if file.corpus_entry is not None:
         return "images" if _is_image_name(file.path) else "text"
     try:
         row = _first_row(file)
     except DataError:
         return None
-    value = None if row is None else row.get(column or image_column(row) or TEXT)
+    value = None if row is None else row.get(column or image_column(row) or TEXT_COLUMN)
     if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
     is_image = isinstance(value, bytes) and image_format(_image_in(value, file)) is not None
@@ -375,8 +375,8 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
             "such a set is read as a whole",
             "unisono data convert, to one file",
         )
-    whole = None if corpus is None else (corpus, entry)
-    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, whole=whole)
+    corpus_entry = None if corpus is None else (corpus, entry)
+    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, corpus_entry=corpus_entry)
 
 
 def _folder_name(file: InputFile, entry: SourceFile) -> str:
@@ -387,8 +387,8 @@ def _folder_name(file: InputFile, entry: SourceFile) -> str:
 
 def _texts(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[str | DataError]:
     """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
-    if file.whole is not None:
-        yield _file_text(file, *file.whole)
+    if file.corpus_entry is not None:
+        yield _file_text(file, *file.corpus_entry)
         return
     if file.kind in (".jsonl", PARQUET):
         column = column or text_field(file)
@@ -432,8 +432,8 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
 
 def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
-    if file.whole is not None:
-        corpus, entry = file.whole
+    if file.corpus_entry is not None:
+        corpus, entry = file.corpus_entry
         try:
             with corpus.open(entry) as opened:
                 yield opened.read()
@@ -456,7 +456,7 @@ def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[b
 
 def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
     """The value of a field of each document of a file, or a DataError that says why it has none."""
-    if file.whole is not None:
+    if file.corpus_entry is not None:
         if field != TARGETS:
             raise refused(
                 f"field {quoted(field)} of {file.path}, a file that is one document",
@@ -464,7 +464,7 @@ def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
                 f"{quoted(TARGETS)}, or a table",
             )
         meter.end()
-        yield _folder_name(file, file.whole[1])
+        yield _folder_name(file, file.corpus_entry[1])
         return
     if field == TARGETS and has_image_records(file):
         yield from record_classes(file.path)
@@ -483,7 +483,7 @@ def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
 def image_column(row: Row) -> str | None:
     """The field of the image where none is named: the only one of bytes; None if it is not clear."""
     fields = [name for name, value in row.items() if isinstance(value, bytes)]
-    return fields[0] if len(fields) == 1 and not isinstance(row.get(TEXT), str) else None
+    return fields[0] if len(fields) == 1 and not isinstance(row.get(TEXT_COLUMN), str) else None
 
 
 def _row_as_json(row: Row, without: str) -> str:
@@ -526,17 +526,17 @@ def text_field(file: InputFile) -> str:
     """
     try:
         row = _first_row(file)
-        return TEXT if row is None else text_column(row, file)
+        return TEXT_COLUMN if row is None else text_column(row, file)
     except DataError:
         if file.kind != ".jsonl":
             raise
-        return TEXT  # the line is named where it is read
+        return TEXT_COLUMN  # the line is named where it is read
 
 
 def text_column(row: Row, file: InputFile) -> str:
     """The field of the text where none is named. Raises DataError if it is not clear."""
-    if TEXT in row:
-        return TEXT
+    if TEXT_COLUMN in row:
+        return TEXT_COLUMN
     for kind in (str, bytes):
         fields = [name for name, value in row.items() if isinstance(value, kind)]
         if len(fields) == 1:

@@ -22,6 +22,7 @@ from unisono.storage.json_lines import as_json
 from unisono.storage.limits import LimitError, read_json
 
 T = TypeVar("T")
+DROPPED_FILE: Final = "dropped.jsonl"  # documents or rows that are not in the results, and why
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"

@@ -10,7 +10,7 @@ from unisono.config import option
 from unisono.config.fields import options_repr
 from unisono.errors import ConfigError, Problem, inert_problem
 
-MASKED: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
+MASK_KINDS: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class MaskOptions:
 
     __repr__ = options_repr
 
-    kinds: tuple[str, ...] = option((), "Kinds that are replaced; empty = none.", choices=MASKED)
+    kinds: tuple[str, ...] = option((), "Kinds that are replaced; empty = none.", choices=MASK_KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class ImageOptions:
     min_contrast: float = option(4.0, "Standard deviation of the grey values, of 0 to 255.", ge=0, le=255)
     max_blur: float = option(
         0.65,
-        "Share of the differences of pixels that blurring leaves, at 256 pixels; more is out of focus.",
+        "Blur (Crete et al. 2007) at 256 px: 0 sharp, 1 blurred.",
         ge=0,
         le=1,
     )

@@ -20,14 +20,14 @@ from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.field_values import read_values
-from unisono.quality.job_folder import open_job
+from unisono.quality.job_folder import DROPPED_FILE, open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.labels.values import read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
-from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, write_unreadable
+from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
 _RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock")

@@ -12,9 +12,9 @@ from unisono.quality.cleaning.steps import UNREADABLE
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.quality.job_folder import DROPPED_FILE
 from unisono.storage.json_lines import write_json_lines
 
-DROPPED_FILE: Final = "dropped.jsonl"
 _LOG: Final = logging.getLogger("unisono")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from unisono.data.sample_losses import SampleLosses, merge_losses, read_losses
+from unisono.data.sample_losses import LOSSES_FILE, SampleLosses, merge_losses, read_losses
 from unisono.dist.interpreter import module_command
 from unisono.errors import DataError, UnisonoError
 from unisono.launch.child import error_paragraph, run_child
@@ -14,7 +14,6 @@ from unisono.storage.directory import make_folder
 from unisono.tune.folds import FOLD
 from unisono.tune.study import TrialRecord
 
-LOSSES_FILE: Final = "losses.safetensors"
 _PARTS: Final = "losses"
 
 

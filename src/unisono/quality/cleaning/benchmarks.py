@@ -95,7 +95,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None, progress: Progress 
         require_text(found)
         if number == 0:
             progress.begin("reading benchmarks", found.total_bytes * len(names), "bytes")
-        files, is_table = tuple(file.name for file in found.files), [file.whole is None for file in found.files]
+        files, is_table = tuple(file.name for file in found.files), [file.corpus_entry is None for file in found.files]
         for batch in _batches(_items(found, progress.advance, is_first=number == 0)):
             texts = [prepared(item.content.decode("utf-8", "surrogatepass"), recipe) for item in batch]
             of_batch, offsets = shingle_hashes(texts, options.ngram)
@@ -127,7 +127,7 @@ def prepared(text: str, recipe: CleanRecipe) -> str:
     return mask_personal_data(normalized(text, recipe.normalize), recipe.mask.kinds)[0]
 
 
-def quotes(texts: Sequence[str], ngram: int, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def shares_ngram(texts: Sequence[str], ngram: int, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Whether each text shares an n-gram with a benchmark, bool [documents].
 
     Args:
@@ -160,7 +160,7 @@ def quote_records(texts: Iterable[str], recipe: CleanRecipe, benchmarks: Benchma
 def _items(documents: Documents, advance: Advance, *, is_first: bool) -> Iterator[Document]:
     """The items of one column; files that are one text each only with the first column."""
     for document in documents.read(advance):
-        if is_first or documents.files[document.file].whole is None:
+        if is_first or documents.files[document.file].corpus_entry is None:
             yield document
 
 

@@ -73,7 +73,7 @@ def mask_personal_data(text: str, kinds: tuple[str, ...]) -> tuple[str, Mapping[
 
     Args:
         text: The text.
-        kinds: Those of ``unisono.quality.options.MASKED`` that are looked for.
+        kinds: Those of ``unisono.quality.options.MASK_KINDS`` that are looked for.
 
     Returns:
         The new text, and how many of each kind were found.

@@ -9,7 +9,7 @@ from unisono.quality.options import CleanRecipe
 
 # Raise it with every change of this package after which any document is kept or dropped for another reason, or has another text.
 # A job of an older version is then not gone on with, and its recipe has another hash.
-CLEANING: Final = 2
+CLEANING_VERSION: Final = 2
 
 
 def step_versions(recipe: CleanRecipe) -> dict[str, str]:
@@ -17,5 +17,5 @@ def step_versions(recipe: CleanRecipe) -> dict[str, str]:
 
     That of ftfy is among them only if the recipe repairs encodings, which needs it.
     """
-    versions = {"cleaning": str(CLEANING)}
+    versions = {"cleaning": str(CLEANING_VERSION)}
     return {**versions, "ftfy": version("ftfy")} if recipe.normalize.repairs_encoding else versions

@@ -39,7 +39,7 @@ def write_jsonl(change: FileChange, path: Path) -> None:
         DataError: A value cannot be cast without loss.
     """
     with open_regular(change.file.path) as source, new_file(path) as copy:
-        copy.write(codecs.BOM_UTF8 if change.has_mark else b"")
+        copy.write(codecs.BOM_UTF8 if change.has_bom else b"")
         for row, (line, masked) in enumerate(zip(source, change.masked_columns(), strict=True)):
             line = line if row else line.removeprefix(codecs.BOM_UTF8)
             new = _changed_line(change, row, line, masked) if masked or change.deviating else line
@@ -120,7 +120,7 @@ def write_csv(change: FileChange, path: Path) -> None:
     missing = [name for name in change.columns if name not in names]
     whole_header = {name: (name, _needs_quotes(name)) for name in missing} | dict(zip(names, header, strict=True))
     with new_file(path) as copy:
-        copy.write(codecs.BOM_UTF8 if change.has_mark else b"")
+        copy.write(codecs.BOM_UTF8 if change.has_bom else b"")
         copy.write(record if is_same else _record([whole_header[name] for name in change.columns], record))
         for row, ((_, _, cells, record), masked) in enumerate(zip(records, change.masked_columns(), strict=True)):
             new_cells = _changed_cells(change, row, dict(zip(names, cells, strict=True)), masked)

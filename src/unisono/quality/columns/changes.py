@@ -17,17 +17,17 @@ from unisono.quality.columns.changed_parquet import Types, arrow_types, write_pa
 from unisono.quality.columns.changed_rows import require_columns, write_rows
 from unisono.quality.columns.changed_text import write_csv, write_jsonl
 from unisono.quality.columns.file_change import ChangeLog, FileChange
-from unisono.quality.columns.scan import MARKED_UTF8, FileFacts
+from unisono.quality.columns.scan import UTF8_BOM, FileFacts
 from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
+from unisono.quality.job_folder import DROPPED_FILE
 from unisono.quality.kept_rows import WRITABLE
 from unisono.quality.progress import SILENT, Progress
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 
 MASKED_FILE: Final = "masked.jsonl"
-DROPPED_FILE: Final = "dropped.jsonl"
 _WITH_NULLS: Final = (".jsonl", ".csv", ".parquet")
 
 
@@ -119,14 +119,14 @@ def write_changes(
                 columns=(*targets,) if targets else (*found.columns,),
                 masked=_of_file(masked, begin, found.rows),
                 targets=targets,
-                has_mark=(encoding if targets and found.columns else found.encoding) == MARKED_UTF8,
+                has_bom=(encoding if targets and found.columns else found.encoding) == UTF8_BOM,
                 deviating=_deviating(found, targets),
                 log=log,
                 advance=progress.advance,
             )
             target = folder / DATA_FOLDER / file.name
             make_folder(target.parent)
-            if _marks_differ(change, found):
+            if _boms_differ(change, found):
                 change.count("", f"to {encoding}", found.rows)
             _write_file(change, found, target, types)
             begin += found.rows
@@ -171,7 +171,7 @@ def _write_file(change: FileChange, facts: FileFacts, target: Path, types: Types
 
 def _is_rearranged(change: FileChange, facts: FileFacts, types: Types) -> bool:
     """Whether columns have to be put in another order, those of Parquet in other types, or a mark before the file or away."""
-    if _marks_differ(change, facts):
+    if _boms_differ(change, facts):
         return True
     if change.file.kind == ".jsonl" or not change.targets:
         return False
@@ -181,9 +181,9 @@ def _is_rearranged(change: FileChange, facts: FileFacts, types: Types) -> bool:
     )
 
 
-def _marks_differ(change: FileChange, facts: FileFacts) -> bool:
+def _boms_differ(change: FileChange, facts: FileFacts) -> bool:
     """Whether only one of the file and its copy begins with a byte-order mark."""
-    return bool(facts.encoding) and change.has_mark != (facts.encoding == MARKED_UTF8)
+    return bool(facts.encoding) and change.has_bom != (facts.encoding == UTF8_BOM)
 
 
 def _copy(file: InputFile, target: Path) -> None:

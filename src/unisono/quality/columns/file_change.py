@@ -53,7 +53,7 @@ class FileChange:
         columns: Columns of the new file, in order.
         masked: Rows among all rows whose value is masked, by column, int64 [values] in order.
         targets: The schema; empty if nothing is cast.
-        has_mark: Whether the new file begins with the byte-order mark of UTF-8, in a format of text.
+        has_bom: Whether the new file begins with the byte-order mark of UTF-8, in a format of text.
         deviating: Columns of the file in which cells may have to be cast or added.
         log: Of all files.
         advance: Is told the rows that are handled.
@@ -65,7 +65,7 @@ class FileChange:
     columns: tuple[str, ...]
     masked: Mapping[str, NDArray[np.int64]]
     targets: Mapping[str, Target]
-    has_mark: bool
+    has_bom: bool
     deviating: tuple[str, ...]
     log: ChangeLog
     advance: Advance = ignore

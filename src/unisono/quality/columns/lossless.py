@@ -12,12 +12,12 @@ from unisono.data.convert.formats.table import encode_png
 from unisono.data.image.decoding import decode, image_format, undecoded_part
 from unisono.data.recordio import pack_header, unpack_header
 from unisono.errors import DataError
-from unisono.quality.columns.scan import EMPTY, MARKED_UTF8, UTF8, UTF16, content_of
+from unisono.quality.columns.scan import EMPTY, UTF8, UTF8_BOM, UTF16, content_of
 from unisono.quality.columns.schema import mode_of
 from unisono.quality.columns.table_cells import KINDS, kind_of
 from unisono.quality.columns.targets import Target
 
-_CODECS: Final = {UTF8: "utf-8", MARKED_UTF8: "utf-8-sig", UTF16: "utf-16"}
+_CODECS: Final = {UTF8: "utf-8", UTF8_BOM: "utf-8-sig", UTF16: "utf-16"}
 _MODES: Final = ("RGB", "L")  # that images can be converted to
 
 

@@ -49,14 +49,14 @@ MAX_GROUPS: Final = 100_000
 EMPTY: Final = "empty"
 NO_TEXT: Final = ("binary", "broken image")  # contents of bytes that are neither text nor a known image
 UTF8: Final = "text, UTF-8"
-MARKED_UTF8: Final = "text, UTF-8 with mark"
+UTF8_BOM: Final = "text, UTF-8 with mark"
 UTF16: Final = "text, UTF-16"  # with its mark
 OTHER_TEXT: Final = "text, not UTF-8"
-TEXTS: Final = (UTF8, MARKED_UTF8, UTF16, OTHER_TEXT)
+TEXTS: Final = (UTF8, UTF8_BOM, UTF16, OTHER_TEXT)
 _FACTS: Final = "facts.json"
 _NUMBERS: Final = ("int", "float")
 _FEW_TEXTS: Final = 0.1  # of the cells of a CSV column of numbers
-_MARKED_FORMATS: Final = (".csv", ".jsonl")  # which may begin with a byte-order mark
+_BOM_FORMATS: Final = (".csv", ".jsonl")  # which may begin with a byte-order mark
 _CONTROL: Final = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 _STAMP_UNITS: Final = {"timestamp[s": 1.0, "timestamp[ms": 1e-3, "timestamp[us": 1e-6, "timestamp[ns": 1e-9}
 
@@ -122,7 +122,7 @@ def scan_files(
         ExtraError: A package that reads a format is not installed.
     """
     for file in documents.files:
-        if file.whole is not None:
+        if file.corpus_entry is not None:
             raise refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
     places = [folder / str(number) for number in range(len(documents.files))]
     earlier = [_facts_of(place) for place in places]
@@ -164,7 +164,7 @@ class _FileScan:
 
     def run(self, meter: FileMeter) -> FileFacts:
         facts = self._facts
-        if self._file.kind in _MARKED_FORMATS:
+        if self._file.kind in _BOM_FORMATS:
             facts.encoding = _encoding(self._file)
         for batch in read_cells(self._file.path, self._file.kind, [name for name in (self._time, self._group) if name]):
             for name, cells in batch.columns.items():
@@ -259,7 +259,7 @@ def _encoding(file: InputFile) -> str:
     """The encoding of a file that is read as UTF-8; empty of an empty one."""
     with open_source(file.path) as source:
         head = source.read(len(codecs.BOM_UTF8))
-    return MARKED_UTF8 if head == codecs.BOM_UTF8 else UTF8 if head else ""
+    return UTF8_BOM if head == codecs.BOM_UTF8 else UTF8 if head else ""
 
 
 def require_few_groups(count: int, column: str) -> None:
@@ -349,7 +349,7 @@ def content_of(value: bytes, *, may_have_header: bool) -> str:
         value.decode()
     except UnicodeDecodeError:
         return OTHER_TEXT
-    return MARKED_UTF8 if value.startswith(codecs.BOM_UTF8) else UTF8
+    return UTF8_BOM if value.startswith(codecs.BOM_UTF8) else UTF8
 
 
 def _is_utf16(value: bytes) -> bool:

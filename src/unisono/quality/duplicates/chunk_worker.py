@@ -1,6 +1,7 @@
-"""Make chunks of documents for a job: ``python -m unisono.quality.duplicates.chunk_worker RECIPE CONTAMINATION DESCRIPTOR``.
+"""Make chunks of documents for a job: ``python -m unisono.quality.duplicates.chunk_worker RECIPE HASHES DESCRIPTOR``.
 
-RECIPE is JSON, CONTAMINATION an .npy file. The requests are those of ``chunks.encode_request``, the answers chunk files.
+RECIPE is JSON, HASHES an .npy file of the benchmarks' n-grams. The requests are those of ``chunks.encode_request``, the answers
+chunk files.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from unisono.quality.options import CleanRecipe
 
 def _main(settings: str, hashes: str, descriptor: str) -> None:
     recipe = msgspec.json.decode(settings, type=CleanRecipe)
-    contamination = np.load(hashes, mmap_mode="r", allow_pickle=False)
-    serve_requests(Connection(int(descriptor)), lambda request: answer_request(request, recipe, contamination))
+    benchmark_hashes = np.load(hashes, mmap_mode="r", allow_pickle=False)
+    serve_requests(Connection(int(descriptor)), lambda request: answer_request(request, recipe, benchmark_hashes))
 
 
 if __name__ == "__main__":

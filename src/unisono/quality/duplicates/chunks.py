@@ -8,7 +8,7 @@ Besides the arrays of ``sketches``:
     changed       int64   [changed]      documents whose text is another now, by their place in the chunk
     texts         uint8   [bytes]        their texts in UTF-8, one after another
     text_offsets  int64   [changed + 1]  where each begins
-    masked        int64   [documents, kinds] pieces of personal data that were replaced, of each of ``options.MASKED``
+    masked        int64   [documents, kinds] pieces of personal data that were replaced, of each of ``options.MASK_KINDS``
     measures      float64 [documents, measures] ``measures.MEASURES``; NaN of what was not measured
 
 Those of images have ``thumbnails``, uint8 [images, 64, 64], and neither signatures nor texts. The file's metadata has ``faults``:
@@ -32,7 +32,7 @@ from unisono.quality.cleaning.languages import MAX_CODE
 from unisono.quality.cleaning.measures import measure_of, row_of_measures
 from unisono.quality.cleaning.steps import REASONS, UNREADABLE, clean_documents
 from unisono.quality.duplicates.sketches import sketch_documents
-from unisono.quality.options import MASKED, CleanRecipe
+from unisono.quality.options import MASK_KINDS, CleanRecipe
 
 
 def encode_request(contents: Sequence[bytes | None], suffixes: Sequence[str] | None) -> bytes:
@@ -45,26 +45,26 @@ def encode_request(contents: Sequence[bytes | None], suffixes: Sequence[str] | N
     return msgspec.msgpack.encode((contents, suffixes))
 
 
-def answer_request(request: bytes, recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> bytes:
+def answer_request(request: bytes, recipe: CleanRecipe, benchmark_hashes: NDArray[np.uint64]) -> bytes:
     """The chunk file of a request. Raises ExtraError as ``make_chunk`` and ``make_image_chunk``."""
     contents, suffixes = msgspec.msgpack.decode(request, type=tuple[list[bytes | None], list[str] | None])
     if suffixes is not None:
         return make_image_chunk(contents, suffixes, recipe)
-    return make_chunk(contents, recipe, contamination)
+    return make_chunk(contents, recipe, benchmark_hashes)
 
 
-def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> bytes:
+def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, benchmark_hashes: NDArray[np.uint64]) -> bytes:
     """The chunk file of documents in UTF-8, in which lone surrogates may stand.
 
     Args:
         texts: The documents; None of one that cannot be read.
         recipe: The steps that they go through.
-        contamination: Sorted hashes of the benchmarks' n-grams; empty if there are none.
+        benchmark_hashes: Sorted hashes of the benchmarks' n-grams; empty if there are none.
 
     Raises:
         ExtraError: A package that a step needs is not installed.
     """
-    cleaned = clean_documents(texts, recipe, contamination)
+    cleaned = clean_documents(texts, recipe, benchmark_hashes)
     is_kept = cleaned.reasons == 0
     changed = [number for number, text in enumerate(cleaned.texts) if is_kept[number] and text is not texts[number]]
     new_texts = [cleaned.texts[number] for number in changed]
@@ -109,7 +109,7 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
         "changed": np.zeros(0, np.int64),
         "texts": np.zeros(0, np.uint8),
         "text_offsets": np.zeros(1, np.int64),
-        "masked": np.zeros((len(images), len(MASKED)), np.int64),
+        "masked": np.zeros((len(images), len(MASK_KINDS)), np.int64),
         "measures": np.array(measures, np.float64),
     }
     faults = {number: of.fault for number, of in enumerate(checked) if of.fault and images[number] is not None}

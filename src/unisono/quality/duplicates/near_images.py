@@ -2,11 +2,11 @@
 
 An image is known by its thumbnail, 64 x 64 grey values whatever its aspect ratio. Two steps find out whether two are near:
 
-1. Candidates. The 24 lowest frequencies of the discrete cosine transform, without the mean, weighted by the frequency and of
-   length 1, are compared by their scalar product. All pairs are, by matrix products: there is no index that could miss one. For
-   crops the frequencies of 256 windows of a thumbnail are compared with those of the other as a whole. Windows have sides of
-   5/8 to all of the image in steps of 1/8, and places in steps of 1/16. Their frequencies are integrals of the basis over the
-   window, so those of all windows of a thumbnail are two small matrix products.
+1. Candidates. The coefficients of the 24 lowest frequencies of the discrete cosine transform (DCT), without the mean, weighted
+   by the frequency and of length 1, are compared by their scalar product. All pairs are, by matrix products: there is no index
+   that could miss one. For crops the DCT coefficients of 256 windows of a thumbnail are compared with those of the other as a
+   whole. Windows have sides of 5/8 to all of the image in steps of 1/8, and places in steps of 1/16. Their coefficients are
+   integrals of the basis over the window, so those of all windows of a thumbnail are two small matrix products.
 2. Similarity: the correlation of the gradients of both, at 32 x 32 pixels. Gradients tell apart what has the same brightness in
    the same places only, such as skies. The window of a crop is moved first, at its four edges, until the correlation of the grey
    values is highest.
@@ -92,7 +92,7 @@ def similar_images(
     """
     is_in = sketches.reasons() == 0
     is_in[excluded] = False
-    numbers, whole = _frequencies(sketches, is_in)
+    numbers, whole = _coefficients(sketches, is_in)
     progress.begin("comparing", _num_pairs(len(numbers)), "pairs")
     for begin in range(0, len(numbers), _BLOCK):
         end = min(begin + _BLOCK, len(numbers))
@@ -109,10 +109,10 @@ def _num_pairs(count: int) -> int:
     return count * (count - 1) // 2
 
 
-def _frequencies(sketches: Sketches, is_in: NDArray[np.bool_]) -> tuple[NDArray[np.int64], _FLOATS]:
-    """Numbers of the images that are compared, ascending, and their frequencies, float32 [images, 24]."""
+def _coefficients(sketches: Sketches, is_in: NDArray[np.bool_]) -> tuple[NDArray[np.int64], _FLOATS]:
+    """Numbers of the images that are compared, ascending, and their DCT coefficients, float32 [images, 24]."""
     numbers: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-    frequencies: list[_FLOATS] = [np.zeros((0, _FREQUENCIES**2 - 1), np.float32)]
+    coefficients: list[_FLOATS] = [np.zeros((0, _FREQUENCIES**2 - 1), np.float32)]
     shrink = _window(0.0, 1.0)
     for begin, thumbnails in sketches.thumbnails_by_chunk():
         values = thumbnails.astype(np.float32)
@@ -120,8 +120,8 @@ def _frequencies(sketches: Sketches, is_in: NDArray[np.bool_]) -> tuple[NDArray[
         squares = (np.diff(small, axis=1) ** 2).mean((1, 2)) + (np.diff(small, axis=2) ** 2).mean((1, 2))
         chosen = np.flatnonzero((squares >= MIN_GRADIENT**2) & is_in[begin : begin + len(values)])
         numbers.append(begin + chosen)
-        frequencies.append(_of_windows(values[chosen], _basis(crops=False))[:, 0])
-    return np.concatenate(numbers), np.concatenate(frequencies)
+        coefficients.append(_window_coefficients(values[chosen], _dct_basis(crops=False))[:, 0])
+    return np.concatenate(numbers), np.concatenate(coefficients)
 
 
 def _candidates(
@@ -139,7 +139,7 @@ def _candidates(
     found: list[list[tuple[float, int]]] = [[] for _ in range(begin, end)]
     block = whole[begin:end, None]
     if crops:
-        block = _of_windows(_thumbnails(sketches, numbers[begin:end]), _basis(crops=True))
+        block = _window_coefficients(_thumbnails(sketches, numbers[begin:end]), _dct_basis(crops=True))
     tile = _BLOCK if crops else _TILE
     for start in range(0, end, tile):
         stop = min(start + tile, end)
@@ -147,7 +147,7 @@ def _candidates(
             (block.reshape(-1, block.shape[-1]) @ whole[start:stop].T).reshape(len(block), -1, stop - start).max(1)
         )
         if crops:
-            others = _of_windows(_thumbnails(sketches, numbers[start:stop]), _basis(crops=True))
+            others = _window_coefficients(_thumbnails(sketches, numbers[start:stop]), _dct_basis(crops=True))
             across = others.reshape(-1, others.shape[-1]) @ whole[begin:end].T
             products = np.maximum(products, across.reshape(stop - start, -1, end - begin).max(1).T)
         products[np.arange(begin, end)[:, None] <= np.arange(start, stop)] = 0.0
@@ -215,9 +215,9 @@ def _moved(
 
 
 def _best_window(outer: _FLOATS, inner: _FLOATS) -> Edges:
-    """The window of ``outer`` whose frequencies are most like those of ``inner``."""
-    windows = _of_windows(outer[None], _basis(crops=True))[0]
-    best = int(np.argmax(windows @ _of_windows(inner[None], _basis(crops=False))[0, 0]))
+    """The window of ``outer`` whose DCT coefficients are most like those of ``inner``."""
+    windows = _window_coefficients(outer[None], _dct_basis(crops=True))[0]
+    best = int(np.argmax(windows @ _window_coefficients(inner[None], _dct_basis(crops=False))[0, 0]))
     intervals = _intervals()
     (top, height), (left, width) = intervals[best // len(intervals)], intervals[best % len(intervals)]
     return top, top + height, left, left + width
@@ -268,7 +268,7 @@ def _intervals() -> list[tuple[float, float]]:
 
 
 @cache
-def _basis(*, crops: bool) -> Any:
+def _dct_basis(*, crops: bool) -> Any:
     """Integrals of the cosines over the pixels of a thumbnail, in each interval, float32 [intervals, 5, 64]."""
     rows: list[NDArray[np.float64]] = []
     frequency = np.arange(_FREQUENCIES)[:, None]
@@ -280,7 +280,7 @@ def _basis(*, crops: bool) -> Any:
     return np.stack(rows).astype(np.float32)
 
 
-def _of_windows(thumbnails: _FLOATS, basis: _FLOATS) -> _FLOATS:
+def _window_coefficients(thumbnails: _FLOATS, basis: _FLOATS) -> _FLOATS:
     """Frequencies of all windows, float32 [images, windows, 24], each of length 1."""
     intervals = len(basis)
     flat = basis.reshape(-1, THUMBNAIL_PX)

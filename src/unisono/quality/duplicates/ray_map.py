@@ -74,7 +74,7 @@ def require_ray(address: str) -> None:
 def ray_map(
     requests: Iterable[tuple[Tag, bytes]],
     recipe: CleanRecipe,
-    contamination: NDArray[np.uint64],
+    benchmark_hashes: NDArray[np.uint64],
     *,
     address: str,
     request_bytes: int,
@@ -87,7 +87,7 @@ def ray_map(
     Args:
         requests: Made by ``chunks.encode_request``.
         recipe: The steps that documents go through.
-        contamination: Sorted hashes of the benchmarks' n-grams.
+        benchmark_hashes: Sorted hashes of the benchmarks' n-grams.
         address: ``auto`` (the cluster of this machine), HOST:PORT, or ``local``: a cluster that ends with this call.
         request_bytes: Size of most requests.
 
@@ -98,7 +98,7 @@ def ray_map(
     """
     with _cluster(address, request_bytes) as ray:
         task = ray.remote(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")(make_chunk_on_node)
-        settings = ray.put((json.dumps(asdict(recipe)).encode(), contamination, _versions()))
+        settings = ray.put((json.dumps(asdict(recipe)).encode(), benchmark_hashes, _versions()))
         in_flight: deque[tuple[Tag, Any]] = deque()
         for tag, request in requests:
             while len(in_flight) >= _most_in_flight(ray, request_bytes):
@@ -119,10 +119,10 @@ def make_chunk_on_node(request: bytes, settings: tuple[bytes, NDArray[np.uint64]
         ConfigError: This machine has other versions than the driver.
         UnisonoError: As ``chunks.answer_request``, with the name of this machine.
     """
-    recipe, contamination, versions = settings
+    recipe, benchmark_hashes, versions = settings
     _require_versions(versions)
     try:
-        return answer_request(request, msgspec.json.decode(recipe, type=CleanRecipe), contamination)
+        return answer_request(request, msgspec.json.decode(recipe, type=CleanRecipe), benchmark_hashes)
     except UnisonoError as error:
         where = f"on {socket.gethostname()}, a machine of the Ray cluster, "
         problems = [replace(problem, given=where + problem.given, consequence=_STOPPED) for problem in error.problems]

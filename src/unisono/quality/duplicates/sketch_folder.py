@@ -31,7 +31,7 @@ from unisono.quality.duplicates.chunks import encode_request, make_chunk, make_i
 from unisono.quality.duplicates.ray_map import ray_map
 from unisono.quality.duplicates.sketches import bands_and_rows
 from unisono.quality.file_meter import ByteCount
-from unisono.quality.options import MASKED, CleanRecipe, DuplicateOptions
+from unisono.quality.options import MASK_KINDS, CleanRecipe, DuplicateOptions
 from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import shorten
 from unisono.storage.files import file_digest, new_file, opener, write_atomically
@@ -41,7 +41,7 @@ CHUNK_BYTES: Final = 16 << 20
 _JOURNAL: Final = "chunks.jsonl"
 _OPEN_CHUNKS: Final = 64
 _FAULT: Final = 300  # characters
-_CONTAMINATION: Final = "contamination.npy"
+_BENCHMARK_HASHES: Final = "benchmark_hashes.npy"
 _NO_HASHES: Final = np.zeros(0, np.uint64)
 _NONE: Final = np.zeros(0, np.int64)
 
@@ -137,11 +137,11 @@ class Sketches:
         Args:
             is_kept: The documents, bool [documents].
         """
-        counts = np.zeros(len(MASKED), np.int64)
+        counts = np.zeros(len(MASK_KINDS), np.int64)
         for number, begin in enumerate(self._begins[:-1].tolist()):
             of_chunk = self._open(number).get_tensor("masked")
             counts += of_chunk[is_kept[begin : begin + len(of_chunk)]].sum(axis=0)
-        return {kind: count for kind, count in zip(MASKED, counts.tolist(), strict=True) if count}
+        return {kind: count for kind, count in zip(MASK_KINDS, counts.tolist(), strict=True) if count}
 
     def changed(self) -> Iterator[tuple[int, bytes]]:
         """Number and new text in UTF-8 of each document that is kept and whose text is another now, in order."""
@@ -208,7 +208,7 @@ def sketch_all(
     folder: Path,
     recipe: CleanRecipe,
     *,
-    contamination: NDArray[np.uint64] | None = None,
+    benchmark_hashes: NDArray[np.uint64] | None = None,
     workers: int | str | None = None,
     progress: Progress = SILENT,
 ) -> Sketches:
@@ -218,7 +218,7 @@ def sketch_all(
         documents: The data set.
         folder: An existing folder, of this job alone.
         recipe: The steps that documents go through, and how they are compared.
-        contamination: Sorted hashes of the benchmarks' n-grams, uint64.
+        benchmark_hashes: Sorted hashes of the benchmarks' n-grams, uint64.
         workers: Processes; 0 is this one. By default one per core if there is text for at least two. A string is the address
             of a Ray cluster, as ``ray_map`` takes it. The result is the same.
         progress: Is told the bytes of the files whose documents are done.
@@ -233,9 +233,9 @@ def sketch_all(
         workers = workers if workers > 1 else 0
     chunks = list(_finished(folder))
     number = sum(chunk.documents for chunk in chunks)
-    hashes = folder / _CONTAMINATION
+    hashes = folder / _BENCHMARK_HASHES
     with new_file(hashes) as file:
-        np.save(file, _NO_HASHES if contamination is None else contamination)
+        np.save(file, _NO_HASHES if benchmark_hashes is None else benchmark_hashes)
     read, told = ByteCount(), chunks[-1].end_bytes if chunks else 0
     progress.begin("reading", documents.total_bytes, "bytes", done=told)
     batches = _batches(islice(documents.read(read.add), number, None), read)
@@ -284,7 +284,7 @@ def _suffixes(documents: Documents) -> list[str] | None:
     """Of the file of each image, in small letters; empty of tables. None of texts."""
     if documents.content != "images":
         return None
-    return ["" if file.whole is None else file.path.suffix.lower() for file in documents.files]
+    return ["" if file.corpus_entry is None else file.path.suffix.lower() for file in documents.files]
 
 
 def _chunks(
@@ -300,10 +300,10 @@ def _chunks(
         for batch in batches
     )
     if workers == 0:
-        contamination = np.load(hashes)
+        benchmark_hashes = np.load(hashes)
         for batch, contents, of_batch in with_contents:
             if of_batch is None:
-                yield batch, make_chunk(contents, recipe, contamination)
+                yield batch, make_chunk(contents, recipe, benchmark_hashes)
             else:
                 yield batch, make_image_chunk(contents, of_batch, recipe)
         return

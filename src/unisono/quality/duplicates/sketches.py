@@ -30,7 +30,7 @@ CANDIDATE_PROBABILITY: Final = 0.995  # of a pair whose similarity is the thresh
 MAX_SHINGLES: Final = (
     1 << 16
 )  # of a document; of more the smallest hashes, by which Jaccard's standard error is below 0.2 %
-SHINGLES: Final = 1  # version of ``shingle_hashes``: raised whenever the hashes of any document are others
+SHINGLES_VERSION: Final = 1  # version of ``shingle_hashes``: raised whenever the hashes of any document are others
 _FACTOR: Final = np.uint64(0xA0761D6478BD642F)
 
 
@@ -56,7 +56,7 @@ def sketch_version(options: DuplicateOptions) -> str:
     if not (options.enabled and options.near):
         return ""
     _rensa()
-    return f"rensa {version('rensa')} R-MinHash, shingles {SHINGLES}"
+    return f"rensa {version('rensa')} R-MinHash, shingles {SHINGLES_VERSION}"
 
 
 def sketch_documents(texts: Sequence[bytes], options: DuplicateOptions) -> dict[str, NDArray[Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from unisono.errors import ConfigError, DataError
 from unisono.quality.documents import (
-    TEXT,
     Documents,
     find_documents,
     has_image_records,
@@ -37,8 +36,8 @@ def find_labelled_documents(
     field = _field_of_labels(documents, label)
     if whole_rows:
         _require_tables(documents)
-        return replace(documents, rows_without=field, content=TEXT), field
-    if documents.content == TEXT and column is None:
+        return replace(documents, excluded_column=field, content="text"), field
+    if documents.content == "text" and column is None:
         _require_text(documents, field)
     return documents, field
 
@@ -60,7 +59,7 @@ def _field_of_labels(documents: Documents, label: str | None) -> str:
         )
     if label is not None:
         return label
-    if len(records) == len(documents.files) or all(file.whole for file in documents.files):
+    if len(records) == len(documents.files) or all(file.corpus_entry for file in documents.files):
         return TARGETS
     raise ConfigError(
         given=f"{documents.files[0].path} without --label",
@@ -72,7 +71,7 @@ def _field_of_labels(documents: Documents, label: str | None) -> str:
 
 def _require_tables(documents: Documents) -> None:
     """Raise DataError if a document is a file."""
-    if whole := next((file for file in documents.files if file.whole), None):
+    if whole := next((file for file in documents.files if file.corpus_entry), None):
         raise DataError(
             given=f"--whole-rows for {whole.path}, a file that is one document",
             rule="tables have rows",
@@ -84,7 +83,7 @@ def _require_tables(documents: Documents) -> None:
 def _require_text(documents: Documents, label: str) -> None:
     """Raise DataError where the only string of a row, which would be the text, is the label."""
     for file in documents.files:
-        if file.whole is None and text_field(file) == label:
+        if file.corpus_entry is None and text_field(file) == label:
             raise DataError(
                 given=f"{file.path}, whose only text is the label {quoted(label)}",
                 rule="documents are compared by their text",

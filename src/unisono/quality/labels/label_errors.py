@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.sample_losses import read_losses
-from unisono.quality.documents import TEXT, Content
+from unisono.quality.documents import Content
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
@@ -110,7 +110,7 @@ def find_label_errors(
     documents, label = find_labelled_documents(paths, label, column=column, whole_rows=whole_rows)
     documents = replace(documents, skips_unreadable=skips_unreadable)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == TEXT else ""
+    sketch = sketch_version(options) if documents.content == "text" else ""
     found = None if losses is None else find_losses_file(losses)
     identity = {
         "labels": asdict(options),
@@ -153,7 +153,7 @@ def find_label_errors(
             options=options,
         )
         marked = MarkedData(
-            data_set=data_set_digest(documents, sketches, labels),
+            data_set_digest=data_set_digest(documents, sketches, labels),
             label=label,
             text_column=column,
             whole_rows=whole_rows,

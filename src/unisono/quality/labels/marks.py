@@ -19,14 +19,14 @@ class MarkedData(msgspec.Struct, frozen=True, kw_only=True):
     """The data set that marks are of, and how its documents were read.
 
     Attributes:
-        data_set: Digest of the documents and their labels.
+        data_set_digest: Digest of the documents and their labels.
         label: Field of the labels.
         text_column: Field of the text; None to find it.
         whole_rows: Whether a document is its row without the label.
         skips_unreadable: Whether documents that cannot be read, or have no label, were left out.
     """
 
-    data_set: str
+    data_set_digest: str
     label: str
     text_column: str | None
     whole_rows: bool

@@ -320,7 +320,7 @@ def write_relabel_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title=f"New labels of {printable(name)}",
-        verdict=f"{result.changed:,} labels were changed and {result.dropped:,} documents dropped.",
+        verdict=f"{result.changed:,} labels were changed and {result.num_dropped:,} documents dropped.",
         figures=[
             Figure("documents", f"{result.documents:,}"),
             Figure("kept", f"{result.kept:,}"),

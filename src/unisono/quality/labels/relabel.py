@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
-from unisono.quality.documents import TEXT, Documents, find_documents
+from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.job_folder import open_job
@@ -42,7 +42,7 @@ class RelabelResult:
         label: The field of the labels.
         changed: Documents with another label.
         unreadable: Documents that could not be read, or have no label, when the marks were made; they are left out, too.
-        dropped: Documents that were marked so and are not in the new data set.
+        num_dropped: Documents that were marked so and are not in the new data set.
         confirmed: Documents whose label was marked as right.
         changes: Changed labels: ``[before, after, count]``, the most common first.
     """
@@ -52,7 +52,7 @@ class RelabelResult:
     label: str
     changed: int
     unreadable: int
-    dropped: int
+    num_dropped: int
     confirmed: int
     changes: tuple[tuple[str, str, int], ...]
 
@@ -88,7 +88,7 @@ def relabel(
     marks = read_marks(marks_path)
     documents = find_documents(paths, column=marks.text_column, skips_unreadable=marks.skips_unreadable)
     if marks.whole_rows:
-        documents = replace(documents, rows_without=marks.label, content=TEXT)
+        documents = replace(documents, excluded_column=marks.label, content="text")
     require_writable(documents)
     identity = {"relabel": file_digest(marks_path), "documents": documents.identity()}
     with open_job(out, identity, [*paths, marks_path]) as job:
@@ -98,7 +98,7 @@ def relabel(
         sketches = sketch_all(documents, job.sketches, only_exact, workers=workers, progress=progress)
         labels = read_labels(documents, marks.label, sketches, progress=progress)
         faults = unreadable_documents(documents, sketches, drops=marks.skips_unreadable)
-        if data_set_digest(documents, sketches, labels) != marks.data_set:
+        if data_set_digest(documents, sketches, labels) != marks.data_set_digest:
             raise refused(
                 f"{marks_path}, with marks of another data set than {', '.join(map(str, paths))}",
                 "marks belong to the files, rows, texts and labels that they were made of",
@@ -136,7 +136,7 @@ def relabel(
             label=marks.label,
             changed=len(changed),
             unreadable=len(faults),
-            dropped=sum(mark.action == "drop" for mark in marked.values()),
+            num_dropped=sum(mark.action == "drop" for mark in marked.values()),
             confirmed=sum(mark.action == "keep" for mark in marked.values()),
             changes=_count_changes(changed),
         )
@@ -184,9 +184,9 @@ def _new_names(documents: Documents, changed: Iterable[tuple[int, str]]) -> dict
     found: dict[int, str] = {}
     for number, label in changed:
         file = documents.files[number]
-        if file.whole is None:
+        if file.corpus_entry is None:
             continue
-        entry = Path(file.whole[1].path)
+        entry = Path(file.corpus_entry[1].path)
         outer = Path(file.name.removesuffix(str(entry)))  # of several folders that were given, the name of its own
         if len(entry.parts) == 1:  # it lies in that folder directly, which is then the one of its label
             outer = outer.parent

@@ -11,14 +11,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.sample_losses import LossesOf, SampleLosses, files_with_samples
+from unisono.data.sample_losses import LOSSES_FILE, LossesOf, SampleLosses, files_with_samples
 from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.labels.confident_learning import confident_suspects, loss_suspects
 from unisono.quality.labels.values import Labels
 from unisono.sanitize import quoted
 
-_LOSSES_FILE: Final = "losses.safetensors"  # in a folder of unisono tune folds
 _TYPICAL: Final = 3  # documents of each label
 
 
@@ -72,10 +71,10 @@ NO_SUSPECTS: Final = LabelSuspects(
 
 def find_losses_file(path: Path) -> Path:
     """The file of losses in a folder of a cross-validation, or ``path`` itself. Raises DataError if it is not there."""
-    found = path / _LOSSES_FILE if path.is_dir() else path
+    found = path / LOSSES_FILE if path.is_dir() else path
     if not found.is_file():
         raise DataError(
-            given=f"--losses {path}, where there is no {_LOSSES_FILE}",
+            given=f"--losses {path}, where there is no {LOSSES_FILE}",
             rule="losses are those of a cross-validation with --sample-losses",
             consequence="nothing was written",
             nearest=f"unisono tune folds CONFIG --sample-losses --out {path}",
