@@ -45,7 +45,7 @@ def test_dedup(desk: Desk) -> None:
     assert (as_json["documents"], as_json["kept"]) == (4, 2)
     assert as_json["dropped"] == {"dedup.exact": 1, "dedup.near": 1}
     of_texts = {"enabled": True, "near": 0.8, "ngram": 5, "num_perm": 128, "seed": 0}
-    assert as_json["recipe"]["dedup"] == {**of_texts, "image_near": 0.85, "crops": False}
+    assert as_json["recipe"]["dedup"] == {**of_texts, "image_near": 0.85, "crops": None}
     page = (desk.folder / "out" / "report.html").read_text()
     assert "2 of 4 documents (50.0%) were dropped." in page
     assert "a.jsonl, row 2" in page

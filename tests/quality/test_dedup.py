@@ -231,9 +231,9 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     write_table(folder / "texts.jsonl", Table(rows=rows(TEXTS)))
-    with pytest.raises(ConfigError, match="results lie apart"):
+    with pytest.raises(ConfigError, match="do not contain each other"):
         dedup([folder], folder / "out")
-    with pytest.raises(ConfigError, match="results lie apart"):
+    with pytest.raises(ConfigError, match="do not contain each other"):
         dedup([folder], tmp_path)
     other = tmp_path / "other"
     other.mkdir()

@@ -97,7 +97,7 @@ def test_records(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     write_table(path, Table(rows=[{"data": row["text"].encode(), "n": n} for n, row in enumerate(ROWS)]))
     clean([path], tmp_path / "kept", EXACT, index_only=True)
-    found = open_source(path, rows=tmp_path / "kept", cache_dir=tmp_path / "cache")
+    found = open_source(path, kept_rows=tmp_path / "kept", cache_dir=tmp_path / "cache")
     assert [int(sample["n"]) for sample in read_samples(found, np.arange(len(found)))] == KEPT
 
 
@@ -236,7 +236,7 @@ def test_held_out_rows_that_do_not_leak(tmp_path: Path) -> None:
     find_leaks(train, [test], out=tmp_path / "leaks", options=DuplicateOptions(near=0.0))
     data, _ = opened(tmp_path, str(train), eval=str(test), kept_rows=("", str(tmp_path / "leaks")))
     assert (len(data.train), len(data.held_out)) == (10, 1)
-    convert(test, tmp_path / "clean.jsonl", rows=tmp_path / "leaks")
+    convert(test, tmp_path / "clean.jsonl", kept_rows=tmp_path / "leaks")
     assert [row["text"] for row in open_table(tmp_path / "clean.jsonl").rows] == ["row new"]
 
 

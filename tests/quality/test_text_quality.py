@@ -9,7 +9,7 @@ import planted
 import pytest
 
 from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
-from unisono.quality.cleaning.text_quality import LIMITS, check_text
+from unisono.quality.cleaning.text_quality import LIMITS, MEASURES, check_text
 from unisono.quality.options import FilterOptions
 
 PROSE = (
@@ -25,15 +25,10 @@ def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
 
 
 def test_values_up_to_the_limit_that_is_not_kept() -> None:
-    assert tuple(check_text(PROSE, FilterOptions()).measured) == LIMITS
+    assert tuple(check_text(PROSE, FilterOptions()).measured) == MEASURES
     checked = check_text("internationalization " * 60, FilterOptions())
     assert checked.failed == "max_mean_word_chars"
-    assert checked.measured == {
-        "min_words": 60,
-        "max_words": 60,
-        "min_mean_word_chars": 20,
-        "max_mean_word_chars": 20,
-    }
+    assert checked.measured == {"words": 60, "mean_word_chars": 20}
 
 
 def test_prose_keeps_all_limits() -> None:

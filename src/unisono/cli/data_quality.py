@@ -213,9 +213,14 @@ def clean_documents(
     """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
-    of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
-    data dedup; dropped.jsonl names the limit that each dropped document failed, and report.html shows what each limit cuts.
-    After a kill, the same command goes on.
+    of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. After a kill, the
+    same command goes on.
+
+    \b
+    OUT/data           the kept documents, in files of the inputs' names and formats
+    OUT/kept           the row indices of the kept rows of each table, as .npy
+    OUT/dropped.jsonl  each dropped document, and the step that dropped it or the limit that it failed
+    OUT/report.html    counts, what each limit cuts and examples; OUT/report.json the counts
     """
     from unisono.config import load_config
     from unisono.quality.clean import clean
@@ -287,7 +292,6 @@ def find_leaking(
             others,
             out=out,
             options=duplicate_options(options),
-            crops=options["crops"],
             column=column,
             skips_unreadable=on_error == "skip",
             workers=options["workers"],
@@ -331,8 +335,14 @@ def split_documents(
 ) -> None:
     """Split INPUTS into parts, so that no document is in two: duplicates, near-duplicates and groups stay together.
 
-    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. OUT gets a folder for each
-    part, with data and kept as of unisono data dedup, report.html and report.json. After a kill, the same command goes on.
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. After a kill, the same
+    command goes on.
+
+    \b
+    OUT/PART/data      the documents of each part, in files of the inputs' names and formats
+    OUT/PART/kept      the row indices of the part's rows of each table, as .npy
+    OUT/dropped.jsonl  each document that --on-error skip left out
+    OUT/report.html    counts and classes of the parts; OUT/report.json the same
     """
     from unisono.quality.split import split
 
@@ -344,7 +354,6 @@ def split_documents(
             class_field=stratify,
             group_field=group,
             options=duplicate_options(options, draws=True),
-            crops=options["crops"],
             column=column,
             skips_unreadable=on_error == "skip",
             index_only=index_only,
@@ -403,7 +412,7 @@ def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> Duplic
         )
     if options["exact"]:
         settings |= {"near": 0.0, "image_near": 0.0}
-    return DuplicateOptions(**settings, crops=bool(options.get("crops")), seed=options["seed"])
+    return DuplicateOptions(**settings, crops=options.get("crops"), seed=options["seed"])
 
 
 def with_places(out: Path | None, result: Any) -> dict[str, Any]:

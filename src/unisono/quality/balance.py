@@ -87,7 +87,7 @@ def balance(
         field: Of the labels; ``targets`` of images and image records.
         power: 1 gives all classes the same share, 0.5 the square roots of their sizes, 0 the shares that they have.
         max_repeats: Most reads of a row in an epoch, on average over the data set; 0 = no limit.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.

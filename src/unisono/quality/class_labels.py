@@ -104,7 +104,7 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
     Args:
         file: The file.
         field: Of the labels; of images and image records ``targets``.
-        meter: Is told the bytes that are read.
+        meter: Receives the bytes that are read.
 
     Raises:
         DataError: The file is damaged, has no such field, or a label is neither text nor an integer.

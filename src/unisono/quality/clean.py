@@ -22,10 +22,10 @@ from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.steps import CONTAMINATED, MISNAMED, REASONS, UNREADABLE
 from unisono.quality.cleaning.version import step_versions
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Content, find_documents
 from unisono.quality.duplicates.comparison import near_documents
-from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.near_duplicates import Duplicates, exact_duplicates, merged, redirect_copies
 from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import DROPPED_FILE, open_job
@@ -101,7 +101,7 @@ def clean(
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.
@@ -178,7 +178,7 @@ def clean(
             distributions=distributions_of(documents.content, sketches.measures_by_chunk(), is_kept, recipe),
         )
         # the report shows no personal data that the data set has no more
-        pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
+        places = DocumentPlaces(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
         quoting = dropped[CONTAMINATED]
         texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
         quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
@@ -186,10 +186,10 @@ def clean(
         images = documents.contents(list(zip(files[misnamed].tolist(), rows[misnamed].tolist(), strict=True)))
         formats = (image_format(image) for _, image in images if isinstance(image, bytes))
         write_json_lines(
-            job.new / DROPPED_FILE, _dropped(reasons, sketches, pairs, duplicates, quotes, formats, faults)
+            job.new / DROPPED_FILE, _dropped(reasons, sketches, places, duplicates, quotes, formats, faults)
         )
         page = job.new / "report.html"
-        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
+        write_clean_page(page, out.name, documents.content, result, duplicates, places, dropped, faults)
         progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
@@ -202,10 +202,9 @@ def _duplicates(
     """Duplicates among the documents that are left, and how many had too many candidates."""
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
-        return exact[:0], 0
+        return exact.select(slice(0)), 0
     near, num_capped = near_documents(content, sketches, recipe.dedup, exact.document, progress=progress)
-    is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
-    return exact[~is_copy] + near_too + near, num_capped
+    return merged(*redirect_copies(exact, near), near), num_capped
 
 
 def _languages(sketches: Sketches) -> dict[str, int]:
@@ -217,7 +216,7 @@ def _languages(sketches: Sketches) -> dict[str, int]:
 def _dropped(
     reasons: NDArray[np.uint8],
     sketches: Sketches,
-    pairs: PlacedPairs,
+    places: DocumentPlaces,
     duplicates: Duplicates,
     quotes: Iterator[dict[str, Any]],
     formats: Iterator[str | None],
@@ -228,7 +227,7 @@ def _dropped(
     Args:
         reasons: Of each document, uint8 [documents].
         sketches: Of all documents.
-        pairs: Says where documents are.
+        places: Says where documents are.
         duplicates: Documents that were dropped as copies.
         quotes: What each document quotes that was dropped for it.
         formats: Format of each image that was dropped because its name has the suffix of another.
@@ -238,14 +237,14 @@ def _dropped(
     copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
     for document in np.flatnonzero(reasons).tolist():
         reason = _REASONS[reasons[document]]
-        record = {**pairs.place(document), "reason": reason}
+        record = {**places.place(document), "reason": reason}
         if reason in (EXACT, NEAR):
             of, similarity = next(copies)
-            record |= {"duplicate_of": pairs.place(of), "similarity": round(similarity, 4)}
+            record |= {"duplicate_of": places.place(of), "similarity": round(similarity, 4)}
         elif reason == CONTAMINATED:
             record |= next(quotes, {})  # none if the file has changed meanwhile, which ends the job
         elif reason == UNREADABLE:
-            record = unreadable_record(pairs, document, faults[document])
+            record = unreadable_record(places, document, faults[document])
         elif reason == MISNAMED:
             record["format"] = next(formats, None)
         elif reason.startswith(("filter.", "images.")):

@@ -115,7 +115,7 @@ class Documents:
         return self.read(ignore)
 
     def read(self, advance: Advance) -> Iterator[Document]:
-        """The documents; ``advance`` is told the bytes that are read, ``total_bytes`` in all.
+        """The documents; ``advance`` receives the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file is damaged, or a row has no text or image.
@@ -150,7 +150,7 @@ class Documents:
         Args:
             field: The field.
             faults: Gets why a document has no value, by its number.
-            advance: Is told the bytes that are read, ``total_bytes`` in all.
+            advance: Receives the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file has no such field. Or, unless such are skipped, a row has none, or its value is no string, number or
@@ -191,12 +191,12 @@ class Documents:
                     "the same command again, with another folder for the results",
                 )
 
-    def place(self, file: int, row: int) -> str:
+    def place_text(self, file: int, row: int) -> str:
         """Where a document is, in words."""
         return self.files[file].name + (f", row {row}" if self.files[file].corpus_entry is None else "")
 
     def identity(self) -> list[Any]:
-        """By which a change of the files is seen. Whether unreadable documents are skipped is said beside it, to ``open_job``."""
+        """Fingerprint of the inputs, stored in ``job.json`` so that a changed input is detected."""
         files = [(file.name, file.size, file.mtime_ns) for file in self.files]
         return [self.content, self.column, self.files_of_path, files]
 

@@ -30,7 +30,7 @@ def read_values(
         sketches: Of all documents.
         key: What two values that are the same have in common.
         stage: What this is called where progress is shown.
-        progress: Is told the bytes that are read.
+        progress: Receives the bytes that are read.
 
     Returns:
         The number of each document's value, -1 of one that cannot be read, int64 [documents]; and the keys in the order in

@@ -16,7 +16,7 @@ class FileMeter:
 
     Args:
         size: Of the file, in bytes; never more are told.
-        advance: Is told the bytes.
+        advance: Receives the bytes.
     """
 
     def __init__(self, size: int, advance: Advance) -> None:

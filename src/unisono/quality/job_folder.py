@@ -92,8 +92,7 @@ def open_job(
         path: The folder.
         identity: All that determines the results; JSON.
         inputs: What the job reads, none of which may lie in the folder, or the folder in it.
-        skips_unreadable: Whether what cannot be read is left out. A job for which it was an error goes on so: what it has made
-            until then has nothing of that kind.
+        skips_unreadable: Whether unreadable documents are dropped. A job that stopped at one may be continued with True.
 
     Raises:
         ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
@@ -103,8 +102,8 @@ def open_job(
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
             raise _refused(
                 f"{path} for what is read from {source}",
-                "results lie apart from the data that they are made of",
-                "a folder beside it",
+                "the output folder and the inputs do not contain each other",
+                "a folder outside of the inputs",
             )
     if path.exists() and not path.is_dir():
         raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")

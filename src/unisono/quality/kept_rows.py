@@ -41,7 +41,8 @@ from unisono.storage.files import new_file, open_regular
 from unisono.storage.json_lines import as_json
 from unisono.tasks.sources import TARGETS
 
-WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
+_WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
+_INDEX_ONLY: Final = "--index-only writes their row indices; "
 
 
 def write_kept(
@@ -72,7 +73,7 @@ def write_kept(
             None: it has texts.
         new_names: Names in ``data`` of files that have another one there than in the inputs, by the number of the file.
         index_only: Whether to write only the row indices.
-        advance: Is told the kept documents that are written.
+        advance: Receives the kept documents that are written.
 
     Returns:
         The number of kept documents that are changed.
@@ -124,15 +125,15 @@ class _NewTexts:
             self._advance(1)
 
 
-def require_writable(documents: Documents) -> None:
-    """Raise DataError if a file is of a format that cannot be written."""
+def require_writable(documents: Documents, nearest: str = _INDEX_ONLY) -> None:
+    """Raise DataError if a file is of a format that cannot be written; ``nearest`` says what can be done without that."""
     for file in documents.files:
-        if file.kind not in WRITABLE:
+        if file.kind not in _WRITABLE:
             raise DataError(
                 given=f"{file.path}, whose format {file.kind} is only read",
-                rule="kept rows are written in the format of their file",
+                rule="rows are written in the format of their file",
                 consequence="nothing was written",
-                nearest="--index-only writes their row indices; unisono data convert makes another format of the file",
+                nearest=f"{nearest}unisono data convert makes another format of the file",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import find_documents
 from unisono.quality.duplicates.comparison import near_documents
-from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.near_duplicates import Duplicates, exact_duplicates, merged, redirect_copies
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
-from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
+from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of, with_crops
 from unisono.quality.page import write_leak_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
@@ -73,7 +73,6 @@ def find_leaks(
     *,
     out: Path | None = None,
     options: DuplicateOptions | None = None,
-    crops: bool | None = None,
     column: str | None = None,
     skips_unreadable: bool = False,
     workers: int | str | None = None,
@@ -87,11 +86,10 @@ def find_leaks(
         out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row indices of each file
             without its leaking documents, as ``.npy``; ``dropped.jsonl`` has those that were left out. None: nothing is written.
         options: What counts as the same document.
-        crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text or image in tables; see ``find_documents``.
         skips_unreadable: Whether documents that cannot be read are left out, or an error.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -108,8 +106,7 @@ def find_leaks(
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
-    if documents.content == "images":
-        options = replace(options, crops=crops is not False)
+    options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options) if documents.content == "text" else ""
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
@@ -128,11 +125,11 @@ def find_leaks(
         exact = exact_duplicates(sketches)
         near, num_capped = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
         leaks = _leaks(exact, near, split_of)
-        pairs = PlacedPairs(documents, files, rows)
+        places = DocumentPlaces(documents, files, rows)
         result = LeakResult(
             splits=tuple(_splits(paths, split_of, leaks, list(faults))),
             num_capped=num_capped,
-            pairs=tuple(pairs.records(leaks)),
+            pairs=tuple(places.records(leaks)),
             options=options,
         )
         if out is not None:
@@ -142,9 +139,9 @@ def find_leaks(
             progress.begin("writing", int(is_kept.sum()), "documents")
             write_kept(documents, job.new, is_kept, counts, index_only=True, advance=progress.advance)
             progress.begin("reporting", 1, "pages")
-            pairs.write(job.new / _PAIRS_FILE, leaks)
-            write_unreadable(job.new, pairs, faults)
-            write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs, faults)
+            places.write(job.new / _PAIRS_FILE, leaks)
+            write_unreadable(job.new, places, faults)
+            write_leak_page(job.new / "report.html", documents.content, result, leaks, places, faults)
             progress.advance(1)
             report = {name: value for name, value in asdict(result).items() if name != "pairs"}
             job.finish({**report, "inputs": cleaning_facts(map(str, paths))})
@@ -154,8 +151,9 @@ def find_leaks(
 def _leaks(exact: Duplicates, near: Duplicates, split_of: NDArray[np.int64]) -> Duplicates:
     """All leaking documents: also copies, in their own split, of one that leaks."""
     crosses = split_of[exact.document] != split_of[exact.of]
-    leaks = near + exact[crosses]
-    return leaks + copies_of(exact[~crosses], leaks)[1]
+    leaks = merged(near, exact.select(crosses))
+    _, copies = redirect_copies(exact.select(~crosses), leaks)
+    return merged(leaks, copies)
 
 
 def _splits(

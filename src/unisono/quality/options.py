@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from unisono.config import option
@@ -141,8 +141,10 @@ class DuplicateOptions:
         ge=0,
         le=1,
     )
-    crops: bool = option(
-        False, "Whether a part of an image counts as the image.", applies_with="images and dedup.image_near above 0"
+    crops: bool | None = option(
+        None,
+        "Whether a part of an image counts as the image; none = yes for leak and split, else no.",
+        applies_with="images and dedup.image_near above 0",
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
@@ -198,6 +200,11 @@ def only_dedup(options: DuplicateOptions) -> CleanRecipe:
     )
 
 
+def with_crops(options: DuplicateOptions, content: str) -> DuplicateOptions:
+    """The options of a comparison that looks for parts of images, unless ``crops`` says otherwise."""
+    return replace(options, crops=True) if content == "images" and options.crops is None else options
+
+
 def require_settings_of(recipe: CleanRecipe, content: str) -> None:
     """Raise ConfigError if a recipe for texts or images sets what is only for the other."""
     unset = CleanRecipe()
@@ -208,9 +215,8 @@ def require_settings_of(recipe: CleanRecipe, content: str) -> None:
             is_of_images = section.name == "images" or setting.name in ("image_near", "crops")
             is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name == "seed")
             value = getattr(options, setting.name)
-            is_off = (
-                setting.name in ("near", "image_near") and value == 0
-            )  # only exact copies, of texts and images alike
+            # only exact copies and whole images, of texts and images alike
+            is_off = setting.name in ("near", "image_near", "crops") and not value
             is_default = value == getattr(defaults, setting.name)
             if not (is_default or is_off or is_of_both) and is_of_images != (content == "images"):
                 given.append(f"{section.name}.{setting.name} = {value}")

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quality.distribution_charts import distribution_sections
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Content
 from unisono.quality.duplicates.comparison import threshold_of
 from unisono.quality.duplicates.near_duplicates import Duplicates
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
@@ -50,7 +50,7 @@ def write_clean_page(
     content: Content,
     result: CleanResult,
     duplicates: Duplicates,
-    pairs: PlacedPairs,
+    places: DocumentPlaces,
     dropped: Mapping[str, NDArray[np.int64]],
     faults: Mapping[int, str],
 ) -> None:
@@ -62,7 +62,7 @@ def write_clean_page(
         content: What its documents are.
         result: What is shown.
         duplicates: Documents that were dropped as copies.
-        pairs: Says where documents are.
+        places: Says where documents are.
         dropped: Documents that each limit or step dropped.
         faults: Why documents could not be read, by their number.
     """
@@ -77,9 +77,9 @@ def write_clean_page(
         *_languages(result),
         *_similarities(duplicates, threshold_of(content, result.recipe.dedup)),
         *_clusters(duplicates),
-        *_examples(pairs, duplicates, content),
-        *_dropped(pairs, dropped, content),
-        *unreadable_section(pairs, faults),
+        *_examples(places, duplicates, content),
+        *_dropped(places, dropped, content),
+        *unreadable_section(places, faults),
     ]
     if result.num_capped:
         note = (
@@ -99,7 +99,7 @@ def write_clean_page(
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]], content: Content) -> list[Section]:
+def _dropped(places: DocumentPlaces, dropped: Mapping[str, NDArray[np.int64]], content: Content) -> list[Section]:
     """The first documents that each limit dropped."""
     documents = {
         reason: of_reason[:_OF_REASON].tolist()
@@ -110,8 +110,8 @@ def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]], conte
     pictures: list[str] = []
     if content == "images" and shown:
         reasons = [reason.removeprefix("images.") for reason, of_reason in documents.items() for _ in of_reason]
-        pictures = [pairs.picture(shown, reasons)]
-    texts = pairs.texts(shown)
+        pictures = [places.picture(shown, reasons)]
+    texts = places.texts(shown)
     rows = [
         [reason, *map(printable, texts[document])] for reason, of_reason in documents.items() for document in of_reason
     ]
@@ -141,12 +141,12 @@ def _unchecked(result: CleanResult) -> list[Section]:
     return [Section(title="Benchmarks", note=note, tables=[Table(head=("file", "items not looked for"), rows=rows)])]
 
 
-def unreadable_section(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+def unreadable_section(places: DocumentPlaces, faults: Mapping[int, str]) -> list[Section]:
     """The first documents that could not be read, and why; no section if all could."""
     if not faults:
         return []
     shown = sorted(faults.items())[:_MAX_FAULTS]
-    rows = [[printable(pairs.words(document)), printable(fault)] for document, fault in shown]
+    rows = [[printable(places.place_text(document)), printable(fault)] for document, fault in shown]
     table = Table(head=("document", "fault"), rows=rows, left_out=len(faults) - len(shown))
     return [Section(title="Not read", tables=[table])]
 
@@ -175,17 +175,17 @@ def _clusters(duplicates: Duplicates) -> list[Section]:
     return [Section(title="Clusters", note=note, tables=[table])]
 
 
-def _examples(pairs: PlacedPairs, duplicates: Duplicates, content: Content) -> list[Section]:
+def _examples(places: DocumentPlaces, duplicates: Duplicates, content: Content) -> list[Section]:
     """The first near-duplicates, each before the document that it is near."""
-    examples = pairs.examples(duplicates)
+    examples = places.examples(duplicates)
     if not examples:
         return []
     pictures: list[str] = []
     if content == "images":
-        near = duplicates[~duplicates.exact][:_PICTURED]
+        near = duplicates.select(np.flatnonzero(~duplicates.exact)[:_PICTURED])
         both = np.stack((near.document, near.of), axis=1).ravel().tolist()
         captions = [caption for value in near.similarity.tolist() for caption in (f"{value:.3f}", "is near this")]
-        pictures = [pairs.picture(both, captions)]
+        pictures = [places.picture(both, captions)]
     rows = [
         [f"{example.similarity:.3f}", *map(printable, (example.place, example.text, example.of_place, example.of_text))]
         for example in examples
@@ -200,7 +200,7 @@ def write_leak_page(
     content: Content,
     result: LeakResult,
     duplicates: Duplicates,
-    pairs: PlacedPairs,
+    places: DocumentPlaces,
     faults: Mapping[int, str],
 ) -> None:
     """Write the report of a search for leaks to ``path``.
@@ -210,7 +210,7 @@ def write_leak_page(
         content: What documents are.
         result: What is shown.
         duplicates: The documents that leak.
-        pairs: Says where documents are.
+        places: Says where documents are.
         faults: Why documents were left out as unreadable, by their number.
     """
     leaking = len(duplicates)
@@ -224,8 +224,8 @@ def write_leak_page(
     sections = [
         Section(title="Sets", tables=[table]),
         *_similarities(duplicates, threshold_of(content, result.options)),
-        *_examples(pairs, duplicates, content),
-        *unreadable_section(pairs, faults),
+        *_examples(places, duplicates, content),
+        *unreadable_section(places, faults),
     ]
     page = render_page(
         SUMMARY,
@@ -241,7 +241,7 @@ def write_leak_page(
 
 
 def write_split_page(
-    path: Path, name: str, content: Content, result: SplitResult, pairs: PlacedPairs, faults: Mapping[int, str]
+    path: Path, name: str, content: Content, result: SplitResult, places: DocumentPlaces, faults: Mapping[int, str]
 ) -> None:
     """Write the report of a split to ``path``.
 
@@ -250,7 +250,7 @@ def write_split_page(
         name: Of the data set.
         content: What its documents are.
         result: The outcome.
-        pairs: Says where documents are.
+        places: Says where documents are.
         faults: Why documents were left out as unreadable, by their number.
     """
     rows = [
@@ -277,7 +277,7 @@ def write_split_page(
         ]
         layout = curve_layout("", "share of the part", height=320) | {"xaxis": {"type": "category"}, "barmode": "group"}
         sections.append(Section(title="Classes", charts=[{"id": "classes", "data": data, "layout": layout}]))
-    sections += unreadable_section(pairs, faults)
+    sections += unreadable_section(places, faults)
     figures = [
         Figure("documents", f"{result.documents:,}"),
         Figure("clusters", f"{result.clusters:,}"),

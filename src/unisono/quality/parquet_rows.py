@@ -30,7 +30,7 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None, meter: FileMe
     Args:
         path: The file.
         columns: Only these columns are read. By default all.
-        meter: Is told the bytes that are read: each row counts as much as any other.
+        meter: Receives the bytes that are read: each row counts as much as any other.
 
     Raises:
         DataError: There is no such column, the file is damaged, or Python has no value for one of a column.

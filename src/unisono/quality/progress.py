@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
 Unit = Literal["bytes", "documents", "rows", "bands", "pairs", "columns", "pages"]
-Advance = Callable[[int], None]  # is told how much more is done
+Advance = Callable[[int], None]  # receives how much more is done
 
 
 class Progress(Protocol):

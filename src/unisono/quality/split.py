@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -14,16 +14,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.field_values import read_values
 from unisono.quality.job_folder import DROPPED_FILE, open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.labels.values import read_labels
-from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
+from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of, with_crops
 from unisono.quality.page import write_split_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
@@ -81,7 +81,6 @@ def split(
     class_field: str | None = None,
     group_field: str | None = None,
     options: DuplicateOptions | None = None,
-    crops: bool | None = None,
     column: str | None = None,
     skips_unreadable: bool = False,
     index_only: bool = False,
@@ -100,12 +99,11 @@ def split(
         class_field: Field whose values have the same shares in all parts, as far as clusters allow (stratified).
         group_field: Field whose values are in one part each, such as a user or a patient.
         options: What counts as the same document; its seed also draws which documents go where.
-        crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text in tables; see ``find_documents``.
         skips_unreadable: Whether documents that cannot be read, or lack a field, are left out, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -115,8 +113,7 @@ def split(
     options = options or DuplicateOptions()
     _check_parts(parts)
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
-    if documents.content == "images":
-        options = replace(options, crops=crops is not False)
+    options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options) if documents.content == "text" else ""
     if not index_only:
@@ -168,9 +165,9 @@ def split(
             ),
             options=options,
         )
-        pairs = PlacedPairs(documents, files, rows)
-        write_unreadable(job.new, pairs, faults)
-        write_split_page(job.new / "report.html", out.name, documents.content, result, pairs, faults)
+        places = DocumentPlaces(documents, files, rows)
+        write_unreadable(job.new, places, faults)
+        write_split_page(job.new / "report.html", out.name, documents.content, result, places, faults)
         progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})

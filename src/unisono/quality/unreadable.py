@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from unisono.errors import DataError
 from unisono.quality.cleaning.steps import UNREADABLE
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.job_folder import DROPPED_FILE
 from unisono.storage.json_lines import write_json_lines
@@ -34,7 +34,7 @@ def unreadable_documents(documents: Documents, sketches: Sketches, *, drops: boo
         return faults
     number, fault = next(iter(faults.items()))
     files, rows = sketches.places()
-    place = documents.place(int(files[number]), int(rows[number]))
+    place = documents.place_text(int(files[number]), int(rows[number]))
     if not drops:
         raise DataError(
             given=f"{place}: {fault}; {len(faults):,} such documents in all",
@@ -46,13 +46,13 @@ def unreadable_documents(documents: Documents, sketches: Sketches, *, drops: boo
     return faults
 
 
-def unreadable_record(pairs: PlacedPairs, document: int, fault: str) -> dict[str, Any]:
+def unreadable_record(places: DocumentPlaces, document: int, fault: str) -> dict[str, Any]:
     """The line of ``dropped.jsonl`` of a document that cannot be read."""
-    return {**pairs.place(document), "reason": UNREADABLE, "fault": fault}
+    return {**places.place(document), "reason": UNREADABLE, "fault": fault}
 
 
-def write_unreadable(folder: Path, pairs: PlacedPairs, faults: Mapping[int, str]) -> None:
+def write_unreadable(folder: Path, places: DocumentPlaces, faults: Mapping[int, str]) -> None:
     """Write ``dropped.jsonl`` if documents were left out, with a line of each."""
     if faults:
-        records = (unreadable_record(pairs, document, fault) for document, fault in faults.items())
+        records = (unreadable_record(places, document, fault) for document, fault in faults.items())
         write_json_lines(folder / DROPPED_FILE, records)

@@ -78,7 +78,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None, progress: Progress 
     Args:
         recipe: The benchmarks, and the steps.
         column: Field of the text in tables of the data, and of the benchmarks if the recipe names none for them.
-        progress: Is told the bytes that are read, those of all columns.
+        progress: Receives the bytes that are read, those of all columns.
 
     Raises:
         DataError: A benchmark cannot be read.

@@ -40,7 +40,7 @@ class CheckedImage:
         value: What the limit was compared with; 0 of ``checks_format``.
         fault: Why it cannot be read.
         thumbnail: Its grey values, whatever its aspect ratio, uint8 [64, 64]; zeros of one that cannot be read.
-        measured: Its ``pixels``, and what the limit and those before it were compared with, by the limits' names.
+        measured: Its ``pixels``, and what the limit and those before it were compared with, such as ``blur`` of ``max_blur``.
     """
 
     failed: str = ""
@@ -92,15 +92,15 @@ def _failed(
     measured: dict[str, float] = {}
     if options.checks_format and suffix and suffix not in _SUFFIXES.get(name or "", ()):
         return CHECKS_FORMAT, 0.0, measured
-    measured["min_side_px"] = side
+    measured["side_px"] = side
     if side < options.min_side_px:
         return "min_side_px", side, measured
     if options.min_contrast:
-        measured["min_contrast"] = contrast = float(grey.std())
+        measured["contrast"] = contrast = float(grey.std())
         if contrast < options.min_contrast:
             return "min_contrast", contrast, measured
     if options.max_blur:
-        measured["max_blur"] = blur = blur_of(grey)
+        measured["blur"] = blur = blur_of(grey)
         if blur > options.max_blur:
             return "max_blur", blur, measured
     return "", 0.0, measured

@@ -12,24 +12,16 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
-from unisono.quality.cleaning.text_quality import LIMITS
+from unisono.quality.cleaning.text_quality import MEASURES as TEXT_MEASURES
 from unisono.quality.documents import Content
 from unisono.quality.options import CleanRecipe
 
 CHARS: Final = "chars"  # of a text as it was read
 NEW_CHARS: Final = "new_chars"  # of the same text after all steps
 PIXELS: Final = "pixels"
-
-
-def measure_of(limit: str) -> str:
-    """The name of what a limit is compared with: ``words`` of ``min_words`` and ``max_words``."""
-    return limit.removeprefix("min_").removeprefix("max_")
-
-
-LANGUAGE_PROB: Final = measure_of(LANGUAGE_LIMITS[1])
+LANGUAGE_PROB: Final = "language_prob"
 _OF_LIMITS: Final[Mapping[Content, tuple[str, ...]]] = {  # in the order in which limits are tried
-    "text": (*dict.fromkeys(map(measure_of, LIMITS)), LANGUAGE_PROB),
+    "text": (*TEXT_MEASURES, LANGUAGE_PROB),
     "images": ("side_px", "contrast", "blur"),
 }
 MEASURES: Final[Mapping[Content, tuple[str, ...]]] = {

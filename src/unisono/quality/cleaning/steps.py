@@ -13,7 +13,7 @@ from unisono.quality.cleaning.benchmarks import shares_ngram
 from unisono.quality.cleaning.image_checks import CHECKS_FORMAT, UNREADABLE
 from unisono.quality.cleaning.image_checks import LIMITS as IMAGE_LIMITS
 from unisono.quality.cleaning.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
-from unisono.quality.cleaning.measures import CHARS, LANGUAGE_PROB, MEASURES, NEW_CHARS, measure_of, row_of_measures
+from unisono.quality.cleaning.measures import CHARS, LANGUAGE_PROB, MEASURES, NEW_CHARS, row_of_measures
 from unisono.quality.cleaning.normalization import normalized
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.text_quality import LIMITS, check_text
@@ -82,7 +82,7 @@ def clean_documents(
         if recipe.filter.enabled:
             checked = check_text(text, recipe.filter)
             failed, values[number] = checked.failed, checked.value
-            measured |= {measure_of(limit): value for limit, value in checked.measured.items()}
+            measured |= checked.measured
             if not failed and recipe.filter.languages:
                 failed, languages[number], score = failed_language(text, recipe.filter)
                 values[number] = score if failed else 0.0

@@ -16,6 +16,7 @@ from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
 from unisono.quality.options import FilterOptions
 
 LIMITS: Final = tuple(field.name for field in fields(FilterOptions) if field.name not in ("enabled", *LANGUAGE_LIMITS))
+MEASURES: Final = tuple(dict.fromkeys(name.partition("_")[2] for name in LIMITS))  # ``words`` of ``min_words``
 _SYMBOL: Final = re.compile("#|\\.\\.\\.|…")
 _BULLETS: Final = ("-", "*", "•", "‣", "◦", "·")
 _ELLIPSES: Final = ("...", "…")
@@ -31,7 +32,7 @@ class CheckedText:
     Attributes:
         failed: The first limit that it fails; empty if it passes all.
         value: What that limit was compared with.
-        measured: What it and the limits before it were compared with, by the limits' names.
+        measured: What it and the limits before it were compared with, such as ``words`` of ``min_words`` and ``max_words``.
     """
 
     failed: str = ""
@@ -42,38 +43,38 @@ class CheckedText:
 def check_text(text: str, options: FilterOptions) -> CheckedText:
     """Try the limits in the order of ``FilterOptions``, those that cost little first, until text fails one."""
     measured: dict[str, float] = {}
-    for name, value in _measures(text, options):
-        measured[name] = value
-        limit: float = getattr(options, name)
-        if limit and (value < limit if name.startswith("min_") else value > limit):
-            return CheckedText(failed=name, value=value, measured=measured)
+    for measure, value in _measures(text, options):
+        measured[measure] = value
+        least: float = getattr(options, f"min_{measure}", 0)
+        most: float = getattr(options, f"max_{measure}", 0)
+        if least and value < least:
+            return CheckedText(failed=f"min_{measure}", value=value, measured=measured)
+        if most and value > most:
+            return CheckedText(failed=f"max_{measure}", value=value, measured=measured)
     return CheckedText(measured=measured)
 
 
 def _measures(text: str, options: FilterOptions) -> Iterator[tuple[str, float]]:
-    """(name of a limit, value), without those that would be of no use: all others need at least one word."""
+    """(one of ``MEASURES``, value), without those that would be of no use: all others need at least one word."""
     # a list of the words of a huge text takes many times its memory
     num_words = sum(1 for _ in _WORD.finditer(text)) if len(text) > _HUGE else -1
     words = [] if num_words > options.max_words > 0 else text.split()
     num_words = max(num_words, len(words))
-    yield "min_words", num_words
-    yield "max_words", num_words
+    yield "words", num_words
     if not words:
         return
-    mean = sum(map(len, words)) / len(words)
-    yield "min_mean_word_chars", mean
-    yield "max_mean_word_chars", mean
-    yield "max_symbol_ratio", len(_SYMBOL.findall(text)) / len(words)
+    yield "mean_word_chars", sum(map(len, words)) / len(words)
+    yield "symbol_ratio", len(_SYMBOL.findall(text)) / len(words)
     lines = [line for line in map(str.strip, text.split("\n")) if line]
-    yield "max_bullet_line_frac", sum(line.startswith(_BULLETS) for line in lines) / len(lines)
-    yield "max_ellipsis_line_frac", sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
-    yield "min_alphabetic_word_frac", sum(map(_has_letter, words)) / len(words)
-    yield "max_duplicate_line_frac", 1 - len(set(lines)) / len(lines)
+    yield "bullet_line_frac", sum(line.startswith(_BULLETS) for line in lines) / len(lines)
+    yield "ellipsis_line_frac", sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
+    yield "alphabetic_word_frac", sum(map(_has_letter, words)) / len(words)
+    yield "duplicate_line_frac", 1 - len(set(lines)) / len(lines)
     counted = words[:_MAX_WORDS_COUNTED]
     if options.max_top_bigram_frac:
-        yield "max_top_bigram_frac", _top_pair(counted)
+        yield "top_bigram_frac", _top_pair(counted)
     if options.max_duplicate_5gram_frac:
-        yield "max_duplicate_5gram_frac", _in_repeated(counted, 5)
+        yield "duplicate_5gram_frac", _in_repeated(counted, 5)
 
 
 def _has_letter(word: str) -> bool:

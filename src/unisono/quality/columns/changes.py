@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.provenance import DATA_FOLDER
-from unisono.errors import DataError
 from unisono.quality.columns.changed_parquet import Types, arrow_types, write_parquet
 from unisono.quality.columns.changed_rows import require_columns, write_rows
 from unisono.quality.columns.changed_text import write_csv, write_jsonl
@@ -22,7 +21,6 @@ from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
 from unisono.quality.job_folder import DROPPED_FILE
-from unisono.quality.kept_rows import WRITABLE
 from unisono.quality.progress import SILENT, Progress
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
@@ -65,18 +63,6 @@ class ColumnChanges:
     dropped: dict[str, int]
 
 
-def require_changeable(documents: Documents) -> None:
-    """Raise DataError if a file is of a format that cannot be written."""
-    for file in documents.files:
-        if file.kind not in WRITABLE:
-            raise DataError(
-                given=f"{file.path}, whose format {file.kind} is only read",
-                rule="changed rows are written in the format of their file",
-                consequence="nothing was written",
-                nearest="unisono data convert makes another format of the file",
-            )
-
-
 def write_changes(
     documents: Documents,
     facts: Sequence[FileFacts],
@@ -98,7 +84,7 @@ def write_changes(
         masked: Rows among all rows whose value is masked, by column, in order.
         targets: The schema of all files; empty if nothing is cast.
         skips: Whether a row with a value that cannot be cast is left out, or is an error.
-        progress: Is told the rows that are written.
+        progress: Receives the rows that are written.
 
     Raises:
         DataError: A value cannot be cast without loss, or a format cannot hold a row.

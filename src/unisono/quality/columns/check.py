@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
 from unisono.errors import ConfigError, DataError, nearest_name
-from unisono.quality.columns.changes import ColumnChanges, require_changeable, write_changes
+from unisono.quality.columns.changes import ColumnChanges, write_changes
 from unisono.quality.columns.exact_quantiles import CHUNK
 from unisono.quality.columns.numeric_columns import REASONS, NumericColumn, json_number, judge_column
 from unisono.quality.columns.page import write_columns_page
@@ -28,6 +28,7 @@ from unisono.quality.columns.series import Column, Groups, groups_of, new_array
 from unisono.quality.columns.targets import targets_of
 from unisono.quality.documents import Documents, list_files
 from unisono.quality.job_folder import open_job
+from unisono.quality.kept_rows import require_writable
 from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
@@ -110,7 +111,7 @@ def check_columns(
             the same job, which was killed and goes on, or is done already. None: nothing is written. A copy with changes is in
             its ``data``, with ``masked.jsonl``, which has each masked value as it was, and ``dropped.jsonl``.
         options: What is judged and changed.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or there is none for a copy.
@@ -129,7 +130,7 @@ def check_columns(
     files, files_of_path = list_files(paths)
     documents = Documents(files=files, files_of_path=files_of_path)
     if options.changes:
-        require_changeable(documents)
+        require_writable(documents, nearest="")
     settings = {name: value for name, value in asdict(options).items() if name != "skips_unfit"}
     identity = {"columns": settings, "documents": documents.identity()}
     with ExitStack() as stack:

@@ -56,7 +56,7 @@ class FileChange:
         has_bom: Whether the new file begins with the byte-order mark of UTF-8, in a format of text.
         deviating: Columns of the file in which cells may have to be cast or added.
         log: Of all files.
-        advance: Is told the rows that are handled.
+        advance: Receives the rows that are handled.
     """
 
     file: InputFile

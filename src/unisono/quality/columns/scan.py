@@ -115,7 +115,7 @@ def scan_files(
         folder: A folder of this job alone.
         time: Column of stamps: numbers, ISO 8601 texts or Parquet's timestamps.
         group: Column whose values name a sensor.
-        progress: Is told the bytes that are read.
+        progress: Receives the bytes that are read.
 
     Raises:
         DataError: A file is text, is damaged or has changed, or a row's stamp or group cannot be one.

@@ -29,7 +29,7 @@ from safetensors.numpy import save
 
 from unisono.quality.cleaning.image_checks import check_image
 from unisono.quality.cleaning.languages import MAX_CODE
-from unisono.quality.cleaning.measures import measure_of, row_of_measures
+from unisono.quality.cleaning.measures import row_of_measures
 from unisono.quality.cleaning.steps import REASONS, UNREADABLE, clean_documents
 from unisono.quality.duplicates.sketches import sketch_documents
 from unisono.quality.options import MASK_KINDS, CleanRecipe
@@ -96,9 +96,7 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
     """
     checked = [check_image(image or b"", suffix, recipe.images) for image, suffix in zip(images, suffixes, strict=True)]
     names = [of.failed if of.failed in ("", UNREADABLE) else f"images.{of.failed}" for of in checked]
-    measures = [
-        row_of_measures({measure_of(name): value for name, value in of.measured.items()}, "images") for of in checked
-    ]
+    measures = [row_of_measures(of.measured, "images") for of in checked]
     digests = b"".join(hashlib.blake2b(image or b"", digest_size=16).digest() for image in images)
     arrays: dict[str, NDArray[Any]] = {
         "digests": np.frombuffer(digests, "<u8").reshape(-1, 2),

@@ -28,7 +28,7 @@ def find_clusters(
         options: From which similarity on two documents belong together.
         group_of: Number of each document's group, int64 [documents]; documents of one group belong together, where it is not
             negative. None: there are none.
-        progress: Is told how many documents are compared.
+        progress: Receives how many documents are compared.
 
     Returns:
         The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all

@@ -47,21 +47,22 @@ class Duplicates:
     def __len__(self) -> int:
         return len(self.document)
 
-    def __getitem__(self, which: NDArray[Any] | slice) -> Duplicates:
-        """Some of them."""
+    def select(self, which: NDArray[Any] | slice) -> Duplicates:
+        """Some of them: ``which`` is an index of numpy."""
         return Duplicates(
             document=self.document[which], of=self.of[which], similarity=self.similarity[which], exact=self.exact[which]
         )
 
-    def __add__(self, other: Duplicates) -> Duplicates:
-        """Both, in ascending order."""
-        order = np.argsort(np.concatenate((self.document, other.document)), kind="stable")
-        return Duplicates(
-            document=np.concatenate((self.document, other.document))[order],
-            of=np.concatenate((self.of, other.of))[order],
-            similarity=np.concatenate((self.similarity, other.similarity))[order],
-            exact=np.concatenate((self.exact, other.exact))[order],
-        )
+
+def merged(*parts: Duplicates) -> Duplicates:
+    """All of them, in ascending order."""
+    together = Duplicates(
+        document=np.concatenate([part.document for part in parts]),
+        of=np.concatenate([part.of for part in parts]),
+        similarity=np.concatenate([part.similarity for part in parts]),
+        exact=np.concatenate([part.exact for part in parts]),
+    )
+    return together.select(np.argsort(together.document, kind="stable"))
 
 
 def exact_duplicates(sketches: Sketches) -> Duplicates:
@@ -79,16 +80,20 @@ def exact_duplicates(sketches: Sketches) -> Duplicates:
     found = Duplicates(
         document=copies, of=originals, similarity=np.ones(len(copies)), exact=np.ones(len(copies), np.bool_)
     )
-    return found[np.argsort(copies)]
+    return found.select(np.argsort(copies))
 
 
-def copies_of(exact: Duplicates, found: Duplicates) -> tuple[NDArray[np.bool_], Duplicates]:
-    """Which of ``exact`` are copies of a document that ``found`` has, bool [exact]; and what ``found`` says, for these copies."""
-    if not len(found):
-        return np.zeros(len(exact), np.bool_), found
-    at = np.minimum(np.searchsorted(found.document, exact.of), len(found) - 1)
-    is_copy = found.document[at] == exact.of
-    return is_copy, replace(found[at[is_copy]], document=exact.document[is_copy])
+def redirect_copies(exact: Duplicates, near: Duplicates) -> tuple[Duplicates, Duplicates]:
+    """Those of ``exact`` whose original is not in ``near``, and the others, redirected.
+
+    An exact copy of a document that is itself a near-duplicate points to that document's kept original.
+    """
+    if not len(near):
+        return exact, near
+    at = np.minimum(np.searchsorted(near.document, exact.of), len(near) - 1)
+    is_redirected = near.document[at] == exact.of
+    redirected = replace(near.select(at[is_redirected]), document=exact.document[is_redirected])
+    return exact.select(~is_redirected), redirected
 
 
 def near_duplicates(
@@ -106,7 +111,7 @@ def near_duplicates(
         excluded: Documents that are not compared, besides those that a step has dropped: exact copies.
         split_of: Number of each document's split, ascending, int64 [documents]: only documents of different splits are
             compared then, and a duplicate is compared with later documents, too. None: all are of one data set.
-        progress: Is told the stages of ``candidates``.
+        progress: Receives the stages of ``candidates``.
 
     Returns:
         The duplicates, each with the most similar of those it was compared with; and how many of the other documents were not
@@ -189,7 +194,7 @@ def candidates(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Each document that shares a band's key with another, in order, and its buckets: one for each key that it shares.
 
-    ``progress`` is told the bands that are grouped, and then the documents that the caller has compared.
+    ``progress`` receives the bands that are grouped, and then the documents that the caller has compared.
     """
     is_compared = sketches.has_shingles() & (sketches.reasons() == 0)
     is_compared[excluded] = False

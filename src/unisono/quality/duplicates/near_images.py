@@ -88,7 +88,7 @@ def similar_images(
         options: ``image_near``, the similarity from which on, and ``crops``.
         excluded: Images that are not compared, besides those that a step has dropped.
         is_compared: Whether an image is compared with others before it, bool [others]; asked in order.
-        progress: Is told the pairs of images that are compared.
+        progress: Receives the pairs of images that are compared.
     """
     is_in = sketches.reasons() == 0
     is_in[excluded] = False
@@ -281,7 +281,7 @@ def _dct_basis(*, crops: bool) -> Any:
 
 
 def _window_coefficients(thumbnails: _FLOATS, basis: _FLOATS) -> _FLOATS:
-    """Frequencies of all windows, float32 [images, windows, 24], each of length 1."""
+    """DCT coefficients of all windows, float32 [images, windows, 24], each of length 1."""
     intervals = len(basis)
     flat = basis.reshape(-1, THUMBNAIL_PX)
     products = (flat @ thumbnails @ flat.T).reshape(len(thumbnails), intervals, _FREQUENCIES, intervals, _FREQUENCIES)

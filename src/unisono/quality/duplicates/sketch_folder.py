@@ -221,7 +221,7 @@ def sketch_all(
         benchmark_hashes: Sorted hashes of the benchmarks' n-grams, uint64.
         workers: Processes; 0 is this one. By default one per core if there is text for at least two. A string is the address
             of a Ray cluster, as ``ray_map`` takes it. The result is the same.
-        progress: Is told the bytes of the files whose documents are done.
+        progress: Receives the bytes of the files whose documents are done.
 
     Raises:
         DataError: A file is damaged or has changed.

@@ -77,7 +77,7 @@ def find_conflicts(
         sketches: Of all documents.
         options: From which similarity on documents are near each other.
         labels: Number of each document's label, int64 [documents].
-        progress: Is told how many documents are compared.
+        progress: Receives how many documents are compared.
 
     Returns:
         The groups, by their first document; and how many texts or images were not compared with all of their candidates of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.sample_losses import read_losses
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Content
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
@@ -99,7 +99,7 @@ def find_label_errors(
         skips_unreadable: Whether documents that cannot be read, or have no label, are left out, or an error.
         most: Conflicts, and suspects, that the page shows.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or settings are not for such data.
@@ -130,7 +130,7 @@ def find_label_errors(
         files, rows = sketches.places()
         suspects = NO_SUSPECTS if found is None else find_suspects(read_losses(found), documents, files, labels)
         documents.require_unchanged()
-        places = PlacedPairs(documents, files, rows)
+        places = DocumentPlaces(documents, files, rows)
         groups, num_capped = find_conflicts(documents.content, sketches, options, labels.of, progress)
         progress.begin("reporting", 1, "pages")
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
@@ -168,7 +168,7 @@ def find_label_errors(
     return result
 
 
-def _suspect_line(suspects: LabelSuspects, rank: int, labels: Labels, places: PlacedPairs) -> dict[str, Any]:
+def _suspect_line(suspects: LabelSuspects, rank: int, labels: Labels, places: DocumentPlaces) -> dict[str, Any]:
     """A line of ``suspects.jsonl``."""
     document = int(suspects.document[rank])
     line = {**places.place(document), "label": labels.name(document)}
@@ -242,7 +242,7 @@ def _minority_first(group: ConflictGroup, labels: Labels) -> list[int]:
     return [document for _, _, document in sorted(order)]
 
 
-def _conflict_line(group: ConflictGroup, labels: Labels, places: PlacedPairs) -> dict[str, Any]:
+def _conflict_line(group: ConflictGroup, labels: Labels, places: DocumentPlaces) -> dict[str, Any]:
     majority = group.majority
     return {
         "labels": {labels.names[number]: count for number, count in group.counts.items()},

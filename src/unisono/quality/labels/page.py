@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.labels.marks import VERSION, MarkedData
 from unisono.quality.labels.values import Labels
 from unisono.quality.page import unreadable_section
@@ -177,7 +177,7 @@ def write_label_page(
     marked: MarkedData,
     entries: Sequence[Entry],
     labels: Labels,
-    places: PlacedPairs,
+    places: DocumentPlaces,
     faults: Mapping[int, str],
 ) -> None:
     """Write the page of suspects and conflicts to ``path``.
@@ -299,7 +299,7 @@ def write_relabel_page(
     name: str,
     result: RelabelResult,
     counts: Mapping[str, int],
-    places: PlacedPairs,
+    places: DocumentPlaces,
     faults: Mapping[int, str],
 ) -> None:
     """Write what became of marks to ``path``.

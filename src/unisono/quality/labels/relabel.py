@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
+from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
-from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
@@ -78,7 +78,7 @@ def relabel(
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         marks_path: The file of marks.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
-        progress: Is told the stages.
+        progress: Receives the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -140,7 +140,7 @@ def relabel(
             confirmed=sum(mark.action == "keep" for mark in marked.values()),
             changes=_count_changes(changed),
         )
-        places = PlacedPairs(documents, files, rows)
+        places = DocumentPlaces(documents, files, rows)
         write_unreadable(job.new, places, faults)
         write_relabel_page(job.new / "report.html", out.name, result, labels.counts(), places, faults)
         progress.advance(1)

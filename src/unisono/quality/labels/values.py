@@ -86,7 +86,7 @@ def read_labels(
         sketches: Of all documents.
         least: Different labels that there must be.
         stage: What this is called where progress is shown.
-        progress: Is told the bytes that are read.
+        progress: Receives the bytes that are read.
 
     Raises:
         DataError: A file is text; a row has no label, or one that is no string, number or truth value, and unreadable documents

@@ -1,4 +1,4 @@
-"""Pairs of duplicates with the places of their documents and their texts."""
+"""Where documents are, and how they look: file and row, texts and pictures, for reports and lines of JSON."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Example:
     of_text: str
 
 
-class PlacedPairs:
-    """Says of duplicates where they are.
+class DocumentPlaces:
+    """Says where documents are, and shows them.
 
     Args:
         documents: The data set.
@@ -105,7 +105,7 @@ class PlacedPairs:
 
     def examples(self, duplicates: Duplicates) -> list[Example]:
         """The first near-duplicates with their texts."""
-        shown = duplicates[~duplicates.exact][:_EXAMPLES]
+        shown = duplicates.select(np.flatnonzero(~duplicates.exact)[:_EXAMPLES])
         documents, of = shown.document.tolist(), shown.of.tolist()
         texts = self.texts([*documents, *of])
         return [
@@ -117,7 +117,7 @@ class PlacedPairs:
         """Where each document is, in words, and how its text begins, as it was read; of an image its size."""
         places = {self._at(document) for document in documents}
         shown = {place: self._shown(content) for place, content in self._documents.contents(places)}
-        return {document: (self.words(document), shown[self._at(document)]) for document in documents}
+        return {document: (self.place_text(document), shown[self._at(document)]) for document in documents}
 
     def _shown(self, content: str | bytes) -> str:
         return self._show(content)[:_EXCERPT] if isinstance(content, str) else f"{len(content):,} bytes"
@@ -140,9 +140,9 @@ class PlacedPairs:
     def _at(self, document: int) -> tuple[int, int]:
         return int(self._files[document]), int(self._rows[document])
 
-    def words(self, document: int) -> str:
+    def place_text(self, document: int) -> str:
         """Where a document is, in words."""
-        return self._documents.place(*self._at(document))
+        return self._documents.place_text(*self._at(document))
 
     def place(self, document: int) -> dict[str, Any]:
         """File and row of a document."""
