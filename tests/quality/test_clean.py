@@ -58,6 +58,16 @@ def test_texts_of_every_format(tmp_path: Path, suffix: str) -> None:
     assert result.dropped == {"filter.min_words": 1, "dedup.exact": 1, "dedup.near": 1}
 
 
+def test_a_field_whose_name_is_a_lone_surrogate(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one two three four", "\\ud800": 1}\n')
+    assert clean([path], tmp_path / "same", RECIPE, column="text").kept == 1
+    path.write_text('{"text": "one two  three four\\r\\n", "\\ud800": 1}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, with a row whose fields cannot be written again"):
+        clean([path], tmp_path / "out", RECIPE, column="text")
+    assert clean([path], tmp_path / "index", RECIPE, column="text", index_only=True).kept == 1
+
+
 def test_only_what_was_replaced_in_kept_documents_counts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps({'text': TEXTS[1]})}\n" * 3)

@@ -168,7 +168,7 @@ def _write_file(
                 return
             name = column or text_field(file)
             for line, text in zip(compress(source, kept), texts, strict=True):
-                copy.write(line if text is None else _with_text(line, name, label, text))
+                copy.write(line if text is None else _with_text(file, line, name, label, text))
         return
     if file.kind == PARQUET:
         name = label or column or text_field(file)
@@ -202,9 +202,16 @@ def _file_content(file: InputFile, text: bytes) -> bytes:
         ) from error
 
 
-def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:
-    """The line with another text, or another label. All other values stay as they are written."""
-    row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
+def _with_text(file: InputFile, line: bytes, column: str, label: str | None, text: bytes) -> bytes:
+    """The line with another text, or another label. All other values stay as they are written. Raises DataError."""
+    try:
+        row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:  # the line was read before, but not the names of all its fields
+        raise refused(
+            f"{file.path}, with a row whose fields cannot be written again: {error}",
+            "names of fields are text in UTF-8, without lone surrogates, in a row whose text or label changes",
+            "another name of that field; or --index-only, or the steps without those that change texts",
+        ) from error
     new = text.decode("utf-8", "surrogatepass")
     if label is None:
         row[column] = msgspec.Raw(as_json(new))

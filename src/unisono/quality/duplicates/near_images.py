@@ -96,7 +96,7 @@ def similar_images(
     progress.begin("comparing", _num_pairs(len(numbers)), "pairs")
     for begin in range(0, len(numbers), _BLOCK):
         end = min(begin + _BLOCK, len(numbers))
-        candidates = _candidates(sketches, numbers, whole, begin, end, is_compared, crops=options.crops)
+        candidates = _candidates(sketches, numbers, whole, begin, end, is_compared, crops=bool(options.crops))
         for image, others in candidates:
             others = others[is_compared(image, others)]  # not one of this block that turned out to be a copy
             if len(others):
