@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 @click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of parts.")
 @click.option("--group", metavar="COLUMN", help="Hold out samples with one value of a column together.")
 @click.option(
-    "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
+    "--metric",
+    default="eval/loss",
+    show_default=True,
+    help="Metric in the run's events, such as eval/accuracy; its last value is used.",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at a time.")
 @click.option(
