@@ -238,7 +238,7 @@ def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> N
     out, space = tmp_path / "search", ["run.seed=1..1000", "optim.lr=log:1e-4..1e-2"]
     arguments = [*(f"--space={text}" for text in space), "--sampler=random", "--trials=1"]
     assert search(desk, out, *arguments)["importances"] == {}
-    assert "Which settings count" not in (out / "report.html").read_text()
+    assert "Importance of settings" not in (out / "report.html").read_text()
     lines = map(json.loads, (out / JOURNAL_FILE).read_text().splitlines())
     (identity,) = (line["user_attr"]["identity"] for line in lines if "identity" in line.get("user_attr", ()))
     study = Study(out.absolute(), read_space(space), StudyOptions(sampler="random"), identity)
@@ -251,8 +251,9 @@ def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> N
     assert list(found["importances"]) == ["optim.lr", "run.seed"]
     assert found["importances"]["optim.lr"] > 0.8
     page = (out / "report.html").read_text()
-    assert "Which settings count" in page
-    (bars,) = charts(page)["weights"]["data"]
+    assert "Importance of settings" in page
+    assert "how values differ" not in page
+    (bars,) = charts(page)["importances"]["data"]
     assert bars["y"] == ["run.seed", "optim.lr"]  # the first is drawn lowest
     assert bars["x"] == [round(100 * found["importances"][name], 1) for name in bars["y"]]
 
@@ -365,7 +366,7 @@ def test_a_budget_of_time_ends_it(desk: Desk, tmp_path: Path, budget: str) -> No
         (["--space=optim.kind=adamw,adamx"], "adamx"),
         (["--space=optim.lr=0.001,0.01", "--set=optim.lr=0.1"], "a setting has one value, or is searched"),
         (["--space=run.dir=a,b"], "--out is the folder of the search"),
-        (["--space=optim.lr=0.0..1", "--sampler=grid"], "a grid tries every value"),
+        (["--space=optim.lr=0.0..1", "--sampler=grid"], "a grid needs a list"),
     ],
 )
 def test_a_wrong_search_starts_nothing(desk: Desk, tmp_path: Path, arguments: list[str], words: str) -> None:

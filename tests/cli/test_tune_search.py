@@ -1,4 +1,4 @@
-"""``unisono tune params`` and ``tune folds`` while they run, and parts that fail."""
+"""``unisono tune params`` and ``tune folds`` while they run, and folds that fail."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ global_batch = 8
 """
 
 
-def test_a_part_that_fails_is_named(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fold_that_fails_is_named(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_trainings.install(monkeypatch, failing_folds=("1", "2"))
     table, config = tmp_path / "table.csv", tmp_path / "table.toml"
     table.write_text("a,price\n1,2\n2,4\n")
@@ -78,14 +78,14 @@ def test_a_part_that_fails_is_named(desk: Desk, tmp_path: Path, monkeypatch: pyt
     assert [trial["outcome"] for trial in done.json["trials"]] == ["done", "failed", "failed"]
 
 
-def test_token_shards_have_no_parts(desk: Desk, tmp_path: Path) -> None:
+def test_token_shards_have_no_folds(desk: Desk, tmp_path: Path) -> None:
     out = tmp_path / "folds"
     assert desk.here("data", "pack", "corpus", "shards.bin").code == 0
     settings = [each for each in desk.settings if not each.startswith("--set=data.corpus")]
     done = desk.here("tune", "folds", *settings, "--set=data.train=shards-*.bin", f"--out={out}")
     assert done.code == 2
     assert done.err.startswith(
-        "unisono: tune folds with the token shards shards-*.bin\n  rule: each part of the samples"
+        "unisono: tune folds with the token shards shards-*.bin\n  rule: each fold of the samples"
     )
     assert not out.exists()
 
@@ -95,7 +95,7 @@ def classes_of(table: Path) -> str:
 
 
 @pytest.mark.parametrize(("group", "setting"), [([], "stratified"), (["--group=user"], "group:user")])
-def test_parts_by_class_and_by_group(
+def test_folds_by_class_and_by_group(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: list[str], setting: str
 ) -> None:
     calls = small_trainings.install(monkeypatch)
@@ -107,17 +107,32 @@ def test_parts_by_class_and_by_group(
     done = desk.here(*command)
     assert done.code == 0, done.err
     text = setting if setting == "stratified" else f'"{setting}"'
-    assert [f"--set=data.eval_parts={text}" in arguments for arguments in calls] == [True, True]
-    other = desk.here(*command, "--set=data.eval_parts=group:x")
+    assert [f"--set=data.eval_split={text}" in arguments for arguments in calls] == [True, True]
+    other = desk.here(*command, "--set=data.eval_split=group:x")
     assert other.code == 2
-    both = "--group user with data.eval_parts=group:x" if group else "data.eval_parts group:x for the search in"
+    both = "--group user with data.eval_split=group:x" if group else "data.eval_split group:x for the search in"
     assert both in other.json["problems"][0]["given"]
+
+
+def test_random_folds_of_classes(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task with classes has them where the configuration says so."""
+    calls = small_trainings.install(monkeypatch)
+    table, config = tmp_path / "table.csv", tmp_path / "table.toml"
+    table.write_text("\n".join(["x,label", *(f"{number},{'ab'[number % 2]}" for number in range(20))]) + "\n")
+    config.write_text(classes_of(table))
+    command = ["tune", "folds", str(config), "--folds=2", "--set=data.eval_split=random"]
+    assert desk.here(*command, f"--out={tmp_path / 'folds'}").code == 0
+    splits = [[text for text in arguments if "eval_split" in text] for arguments in calls]
+    assert splits == [["--set=data.eval_split=random"]] * 2
+    refused = desk.here(*command, "--group=x", f"--out={tmp_path / 'grouped'}")
+    assert refused.code == 2
+    assert "--group x with data.eval_split=random" in refused.err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("group", [[], ["--group=user"]])
-def test_real_trainings_with_parts_by_class_and_by_group(desk: Desk, tmp_path: Path, group: list[str]) -> None:
-    """The file of losses says which samples each part had."""
+def test_real_trainings_with_folds_by_class_and_by_group(desk: Desk, tmp_path: Path, group: list[str]) -> None:
+    """The file of losses says which samples each fold had."""
     table, config, out = tmp_path / "table.csv", tmp_path / "table.toml", tmp_path / "folds"
     rows = [f"{number},{'ab'[number % 4 == 0]},{number // 5}" for number in range(40)]
     table.write_text("\n".join(["x,label,user", *rows]) + "\n")

@@ -13,6 +13,8 @@ from commands import Desk
 
 from unisono.doctor import child
 from unisono.doctor.child import TrainOutcome
+from unisono.launch import resources
+from unisono.launch.resources import Core
 from unisono.observe.events import events_path
 from unisono.storage.run_folder import PLAN_FILE
 from unisono.tune import system
@@ -72,6 +74,43 @@ def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, m
     other = desk.here(*command[:-1], "--pairs=1")
     assert other.code == 2
     assert "--pairs 1 for the sweep in" in other.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "tried"),
+    [
+        ("launch.num_threads=4", "", ["2"]),
+        ("launch.num_processes=4", "", ["4"]),
+        ("launch.num_processes=1", "", ["16"]),
+        ("launch.num_processes=4", "6", ["3"]),
+        ("launch.num_threads=1", "6", []),
+    ],
+)
+def test_half_of_the_threads_of_a_rank_are_tried(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, variable: str, tried: list[str]
+) -> None:
+    cores = [Core(node=0, cpus=(index,)) for index in range(32)]
+    monkeypatch.setattr(resources, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(resources, "cpu_quota", lambda: None)
+    monkeypatch.setattr(resources, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(Desk, "environ", desk.environ | {"OMP_NUM_THREADS": variable})
+    calls = list[dict[str, str]]()
+    monkeypatch.setattr(child, "train_child", trainings(calls))
+    command = ["tune", "system", *desk.settings, f"--set={setting}", f"--out={tmp_path / 'system'}", "--pairs=1"]
+    done = desk.here(*command, "--json")
+    assert done.code == 0, done.err
+    found = [str(each["value"]) for each in done.json["comparisons"] if each["name"] == "launch.num_threads"]
+    assert found == tried
+
+
+@pytest.mark.parametrize("values", ["0.1..0.5", "log:1e-4..1e-2"])
+def test_a_range_without_steps_is_refused(desk: Desk, tmp_path: Path, values: str) -> None:
+    out = tmp_path / "system"
+    done = desk.here("tune", "system", *desk.settings, f"--try=optim.lr={values}", f"--out={out}")
+    assert done.code == 2
+    assert done.err.startswith(f"unisono: --try optim.lr={values.replace('1e-4..1e-2', '0.0001..0.01')}\n  rule: ")
+    assert "a list, an integer range or a range with a step" in done.err
+    assert not out.exists()
 
 
 @pytest.mark.full

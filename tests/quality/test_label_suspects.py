@@ -175,7 +175,7 @@ def test_parts_of_one_data_set_are_put_together(tmp_path: Path) -> None:
     assert np.array_equal(merged.probabilities, whole.probabilities)
     with pytest.raises(DataError) as raised:
         merge_losses([part([1, 4]), part([4, 5])])
-    assert "losses of sample 4 in two parts" in str(raised.value)
+    assert "losses of sample 4 in two folds" in str(raised.value)
     other = replace(part([0]), about=msgspec.structs.replace(whole.about, num_samples=7))
     with pytest.raises(DataError):
         merge_losses([part([1]), other])

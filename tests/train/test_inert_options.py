@@ -140,7 +140,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "data.seq_len": ("64", IMAGE, TEXT, 1),
     "data.eval_frac": ("0.1", ["data.train=x", "data.eval=y"], TEXT, 1),
     "data.eval_fold": ("1", [], ["data.train=x"], 1),
-    "data.eval_parts": ("group:a", [], ["data.train=x"], 1),
+    "data.eval_split": ("group:a", [], ["data.train=x"], 1),
     "data.boundaries": ("ignore", ["task.kind=masked_language_model"], [], 1),
     "data.packing": ("best_fit", TEXT, [], 1),
     **{f"model.{name}": ("8", IMAGE, [], 1) for name in ("num_layers", "vocab_size")},

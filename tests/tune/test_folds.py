@@ -1,4 +1,4 @@
-"""Parts of the data that are held out in turn, and what is said of a metric over them."""
+"""Folds of the data that are held out in turn, and what is said of a metric over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unisono.data.options import DataOptions
 from unisono.errors import DataError
-from unisono.tasks.held_out import random_part
+from unisono.tasks.held_out import random_fold
 from unisono.tune.folds import cross_validation, fold_settings, folds_space, write_folds_page
 from unisono.tune.space import grid
 from unisono.tune.study import TrialRecord
@@ -23,23 +23,23 @@ def test_each_sample_is_held_out_once(size: int, num_folds: int) -> None:
     frac = float(fold_settings(num_folds)[0].partition("=")[2])
     if size * frac < 1 - 1e-9:
         with pytest.raises(DataError):
-            random_part(size, frac, 1)
+            random_fold(size, frac, 1)
         return
-    parts = [random_part(size, frac, fold) for fold in range(num_folds)]
-    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(size))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    folds = [random_fold(size, frac, fold) for fold in range(num_folds)]
+    assert np.array_equal(np.sort(np.concatenate(folds)), np.arange(size))
+    assert max(map(len, folds)) - min(map(len, folds)) <= 1
 
 
-def test_the_first_part_is_what_was_held_out_before() -> None:
-    assert len(random_part(100, 0.05, 0)) == 5
-    assert len(random_part(3, 0.01, 0)) == 1
-    assert len(random_part(2, 0.5, 0)) == 1
+def test_the_first_fold_is_what_was_held_out_before() -> None:
+    assert len(random_fold(100, 0.05, 0)) == 5
+    assert len(random_fold(3, 0.01, 0)) == 1
+    assert len(random_fold(2, 0.5, 0)) == 1
 
 
 @pytest.mark.parametrize(
     ("frac", "fold", "is_wrong"), [(0.2, 4, False), (0.2, 5, True), (0.3, 2, False), (0.3, 3, True)]
 )
-def test_a_part_that_is_none(frac: float, fold: int, is_wrong: bool) -> None:
+def test_a_fold_that_is_none(frac: float, fold: int, is_wrong: bool) -> None:
     problems = [name for name, _ in DataOptions(train="x", eval_frac=frac, eval_fold=fold).problems()]
     assert ("eval_fold" in problems) == is_wrong
 
@@ -63,12 +63,12 @@ def test_mean_and_spread(tmp_path: Path) -> None:
     assert found.spread == pytest.approx(statistics.stdev(values))
     assert found.to_json()["standard_error"] == pytest.approx(statistics.stdev(values) / 2)
     assert found.verdict() == (
-        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts failed)."
+        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 folds; 1 of 5 folds failed)."
     )
     assert found.to_json()["failed"] == [4]
     assert cross_validation("eval/accuracy", 5, records).verdict() == (
-        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts have not ended)."
+        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 folds; 1 of 5 folds have not ended)."
     )
     write_folds_page(tmp_path / "report.html", found, [*records, record(4, None)])
     assert "0.7 ± 0.16" in (tmp_path / "report.html").read_text()
-    assert cross_validation("eval/loss", 5, []).verdict() == "No part has a value of eval/loss."
+    assert cross_validation("eval/loss", 5, []).verdict() == "No fold has a value of eval/loss."

@@ -125,6 +125,16 @@ def test_a_grid_has_an_end(text: str) -> None:
         grid_size(read_space([text]))
 
 
+@pytest.mark.parametrize("text", ["a=0.0..1", "a=log:1..8", "a=log:1e-4..1e-2"])
+def test_the_rule_of_a_grid(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grid_size(read_space([text]))
+    (problem,) = caught.value.problems
+    assert problem.rule == (
+        "a grid needs a list, an integer range or a range with a step; a logarithmic range has no step"
+    )
+
+
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e3), st.integers(1, 50))
 def test_the_values_of_a_range_lie_in_it(low: float, step: float, count: int) -> None:
     parameter = read_space([f"a={low!r}..{low + step * count!r}/{step!r}"])["a"]

@@ -116,7 +116,9 @@ def test_the_overlay_and_the_page(tmp_path: Path) -> None:
         "optim": {"lr": 0.1},
         "loader": {"num_workers": 2},
     }
-    assert "did not train" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "did not train" in page
+    assert all(f"<th>{head}</th>" in page for head in ("time ratio", "min", "max"))
     nothing, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
     assert write_sweep(tmp_path, "", recorded(nothing), {}) is None
 
@@ -195,7 +197,7 @@ def test_what_is_tried_is_not_what_is_set() -> None:
         **{"plan.precision": "auto", "plan.recompute": "full"},
         **{"plan.compile": "blocks", "loader.num_workers": 2, "launch.allocator": "tuned", "launch.num_threads": 0},
     }
-    tried = {(each.name, each.value) for each in candidates_of(settings, has_accelerator=False, cores=4)}
+    tried = {(each.name, each.value) for each in candidates_of(settings, has_accelerator=False, threads=4)}
     assert tried == {
         *{("plan.precision", "fp32"), ("plan.precision", "bf16")},
         *{("plan.recompute", "none"), ("loader.num_workers", 0), ("loader.num_workers", 1), ("loader.num_workers", 4)},

@@ -52,7 +52,10 @@ command.add_command(system)
     "--out", required=True, type=click.Path(file_okay=False), help="Folder of the search; goes on where it has one."
 )
 @click.option(
-    "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
+    "--metric",
+    default="eval/loss",
+    show_default=True,
+    help="Metric in the run's events, such as eval/accuracy; its last value is used.",
 )
 @click.option(
     "--maximize/--minimize",
@@ -151,7 +154,11 @@ def params(
     "--high", default=1.0, show_default=True, type=FiniteRange(min=0, min_open=True), help="Last learning rate."
 )
 @click.option(
-    "--steps", default=100, show_default=True, type=click.IntRange(min=10, max=100_000), help="Number of rates."
+    "--steps",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=10, max=100_000),
+    help="Training steps; the rate rises at each.",
 )
 @takes_transfer
 @every_verb

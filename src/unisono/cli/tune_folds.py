@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 @click.option(
     "--out", required=True, type=click.Path(file_okay=False), help="Folder of the trainings; goes on where it has some."
 )
-@click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of parts.")
-@click.option("--group", metavar="COLUMN", help="Hold out samples with one value of a column together.")
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of folds.")
+@click.option("--group", metavar="COLUMN", help="Hold out all samples with one value of a column together.")
 @click.option(
-    "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
+    "--metric",
+    default="eval/loss",
+    show_default=True,
+    help="Metric in the run's events, such as eval/accuracy; its last value is used.",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at a time.")
 @click.option(
@@ -40,10 +43,10 @@ if TYPE_CHECKING:
 )
 @every_verb
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
-    """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
+    """Cross-validate: train once for each fold of data.train that is held out; mean and spread of a metric.
 
-    Each sample is held out once. Of a task with classes each part has every class in its proportion. A command that was killed,
-    or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has no value.
+    Each sample is held out once. Of a task with classes each fold has every class in its proportion. A command that was killed,
+    or stopped by Ctrl-C, goes on where it was. Exit code 1: a fold has no value.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.fold_losses import LOSSES_FILE, write_fold_losses
@@ -58,12 +61,12 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     if any(text.partition("=")[0].strip() in ("data.eval_frac", "data.eval") for text in overrides):
         raise ConfigError(
             given="--set data.eval_frac or data.eval with tune folds",
-            rule="each part of data.train is held out in turn",
+            rule="each fold of data.train is held out in turn",
             consequence="nothing was started",
             nearest="--folds, and neither of them",
         )
-    parts = _parts_setting(files, overrides, options["group"], folder)
-    settings = [*overrides, *fold_settings(num_folds), *parts]
+    split = _split_setting(files, overrides, options["group"], folder)
+    settings = [*overrides, *fold_settings(num_folds), *split]
     resolved = check_searched(files, settings, ends, folder)
     _refuse_token_shards(resolved.value)
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
@@ -106,40 +109,40 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         raise SystemExit(1)
 
 
-def _parts_setting(files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path) -> list[str]:
-    """``data.eval_parts`` as ``--set`` takes it, if the configuration does not have it: by ``--group``, else by class.
+def _split_setting(files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path) -> list[str]:
+    """``data.eval_split`` as ``--set`` takes it, if the configuration does not give it: by ``--group``, else by class.
 
     Raises:
-        ConfigError: ``--group`` is given, and the configuration has parts of its own.
+        ConfigError: ``--group`` is given, and the configuration gives ``data.eval_split``.
     """
-    from unisono.data.options import EVAL_BY_CLASS, EVAL_GROUP
+    from unisono.data.options import EVAL_GROUP, EVAL_STRATIFIED
     from unisono.tasks.options import PREDICTORS
 
     place = f"run.dir={folder.absolute() / 'trials' / 'none'}"
-    config = load_run_config(files, [*overrides, place], is_shown=True).value
-    given = config.data.eval_parts
-    if given and group is not None:
+    resolved = load_run_config(files, [*overrides, place], is_shown=True)
+    config, is_given = resolved.value, resolved.origins["data.eval_split"] != "default"
+    if is_given and group is not None:
         raise ConfigError(
-            given=f"--group {group} with data.eval_parts={given}",
+            given=f"--group {group} with data.eval_split={config.data.eval_split}",
             rule="the samples are divided in one way",
             consequence="nothing was started",
             nearest="one of them",
         )
     if group is not None:
-        return [f"data.eval_parts={toml_value(EVAL_GROUP + group)}"]
+        return [f"data.eval_split={toml_value(EVAL_GROUP + group)}"]
     has_classes = config.task.kind in PREDICTORS and config.task.predicts == "class"
-    return [f"data.eval_parts={EVAL_BY_CLASS}"] if has_classes and not given and config.data.train else []
+    return [f"data.eval_split={EVAL_STRATIFIED}"] if has_classes and not is_given and config.data.train else []
 
 
 def _refuse_token_shards(config: RunConfig) -> None:
-    """Raise ConfigError for token shards: of their windows the last ones are held out, and no other part."""
+    """Raise ConfigError for token shards: of their windows the last ones are held out, and no others."""
     from unisono.tasks.options import LANGUAGE_MODELS
     from unisono.tasks.sources import token_shards
 
     if config.task.kind in LANGUAGE_MODELS and token_shards(config.data.train, config.data) is not None:
         raise ConfigError(
             given=f"tune folds with the token shards {config.data.train}",
-            rule="each part of the samples of data.train is held out in turn, and of token shards the last windows are held out",
+            rule="each fold of the samples of data.train is held out in turn, and of token shards the last windows are held out",
             consequence="only the first training could be made, so nothing was started",
             nearest="data.train=FILE with a text in each row; or unisono train with data.eval=SHARDS",
         )

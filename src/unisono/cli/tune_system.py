@@ -21,7 +21,9 @@ from unisono.sanitize import printable
 from unisono.storage.directory import make_folder
 
 if TYPE_CHECKING:
+    from unisono.config import Resolved
     from unisono.doctor.child import TrainOutcome
+    from unisono.train.config import RunConfig
     from unisono.tune.system import Candidate, Comparison
 
 _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
@@ -67,7 +69,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     trainings = folder / _TRAININGS
     resolved = load_run_config(files, [*overrides, f"run.dir={trainings / '0'}"], is_shown=True)
     settings = resolved.encoded
-    first = _candidates(settings, options["tries"])
+    first = _candidates(resolved, options["tries"])
     own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
     quiet = {name: value for name, value in QUIET.items() if name in settings}
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
@@ -120,13 +122,29 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     print_result(as_json, {**result, **found.to_json()}, lines)
 
 
-def _candidates(settings: Mapping[str, Any], tries: Sequence[str]) -> list[Candidate]:
-    """What is tried: the values of ``--try``, or without it those that depend on no training."""
-    from unisono.launch.resources import allowed_cores, count_accelerators
-    from unisono.tune.space import read_space
+def _candidates(resolved: Resolved[RunConfig], tries: Sequence[str]) -> list[Candidate]:
+    """What is tried: the values of ``--try``, or without it those that depend on no training.
+
+    Raises:
+        ConfigError: A range of ``--try`` has no steps.
+    """
+    from unisono.launch.resources import count_accelerators, divide_host
+    from unisono.tune.space import Range, read_space
     from unisono.tune.system import Candidate, candidates_of
 
     if not tries:
-        return candidates_of(settings, has_accelerator=count_accelerators() > 0, cores=len(allowed_cores()))
-    space = {name: parameter.grid() or parameter.ends() for name, parameter in read_space(tries).items()}
-    return [Candidate(name=name, value=literal(text)) for name, texts in space.items() for text in texts]
+        threads = divide_host(resolved.value.launch, busy_frac=0.0).threads
+        return candidates_of(resolved.encoded, has_accelerator=count_accelerators() > 0, threads=threads)
+    candidates: list[Candidate] = []
+    for name, parameter in read_space(tries).items():
+        texts = parameter.grid()
+        if texts is None:
+            assert isinstance(parameter, Range)
+            raise ConfigError(
+                given=f"--try {name}={parameter.text}",
+                rule="every value is tried, so it needs a list, an integer range or a range with a step",
+                consequence="nothing was started",
+                nearest=f"--try {name}={','.join(map(parameter.value_text, (parameter.low, parameter.high)))}",
+            )
+        candidates += [Candidate(name=name, value=literal(text)) for text in texts]
+    return candidates

@@ -16,8 +16,9 @@ from unisono.errors import Problem, inert_problem
 Boundaries = Literal["mask", "ignore"]
 LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
 
-# values of data.eval_parts: the latter is followed by the name of a column
-EVAL_BY_CLASS: Final = "stratified"
+# values of data.eval_split: the last one is followed by the name of a column
+EVAL_RANDOM: Final = "random"
+EVAL_STRATIFIED: Final = "stratified"
 EVAL_GROUP: Final = "group:"
 
 # more than any machine's cores, fewer than the threads that systems allow
@@ -91,14 +92,14 @@ class DataOptions:
     )
     eval_fold: int = option(
         0,
-        "Which share is held out, for cross-validation: with eval_frac=0.2, 0 to 4 are five parts without a sample in common.",
+        "Which share is held out, for cross-validation: with eval_frac=0.2, 0 to 4 are five folds without a sample in common.",
         applies_with="samples of data.train, and data.eval empty",
         ge=0,
     )
-    eval_parts: str = option(
-        "",
-        "How eval_frac is drawn: stratified = each class in its proportion; group:COLUMN = samples with one value of a"
-        " column stay together; empty = at random.",
+    eval_split: str = option(
+        EVAL_RANDOM,
+        "How the samples held out are drawn: random; stratified = each class in its proportion; group:COLUMN = samples with one"
+        " value of a column stay together.",
         applies_with="samples of data.train, and data.eval empty",
     )
     boundaries: Literal["mask", "ignore"] = option(
@@ -131,7 +132,7 @@ class DataOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of samples where a corpus is read, by field name."""
         unset = DataOptions()
-        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold", "eval_parts")
+        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold", "eval_split")
         for name in of_samples if not self.train else ():
             if getattr(self, name) != getattr(unset, name):
                 yield (
@@ -142,15 +143,15 @@ class DataOptions:
                         f"data.train=ADDRESS, or leave data.{name} out",
                     ),
                 )
-        is_grouped = self.eval_parts.startswith(EVAL_GROUP) and self.eval_parts != EVAL_GROUP
-        if self.eval_parts not in ("", EVAL_BY_CLASS) and not is_grouped:
+        is_grouped = self.eval_split.startswith(EVAL_GROUP) and self.eval_split != EVAL_GROUP
+        if self.eval_split not in (EVAL_RANDOM, EVAL_STRATIFIED) and not is_grouped:
             yield (
-                "eval_parts",
+                "eval_split",
                 Problem(
-                    given=f"eval_parts {self.eval_parts!r}",
-                    rule=f"it is empty, {EVAL_BY_CLASS}, or {EVAL_GROUP}COLUMN",
+                    given=f"eval_split {self.eval_split!r}",
+                    rule=f"it is {EVAL_RANDOM}, {EVAL_STRATIFIED}, or {EVAL_GROUP}COLUMN",
                     consequence="it is unknown which samples are held out",
-                    nearest=f"{EVAL_BY_CLASS}, or {EVAL_GROUP} with the name of a column",
+                    nearest=f"{EVAL_STRATIFIED}, or {EVAL_GROUP} with the name of a column",
                 ),
             )
         yield from (("kept_rows", problem) for problem in self._rows_problems())

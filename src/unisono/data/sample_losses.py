@@ -5,7 +5,7 @@ those of a folder of images in the order of the folders and names of these:
 
     sample         int64   [samples]           their numbers, ascending
     loss           float64 [samples]           mean loss of the sample; NaN of one in which nothing counts
-    fold           int64   [samples]           the part that was held out with it
+    fold           int64   [samples]           the fold that it is in
     target         int64   [samples]           number of the class that it has; -1 of a task without classes
     probabilities  float32 [samples, classes]  what the model gives each class; no columns of a task without classes
 
@@ -80,7 +80,7 @@ class SampleLosses:
         about: The samples that they are of.
         sample: Their numbers.
         loss: Their losses.
-        fold: Their parts.
+        fold: Their folds.
         target: Their classes.
         probabilities: Of each class.
     """
@@ -191,27 +191,27 @@ def read_losses(path: Path) -> SampleLosses:
     return SampleLosses(about=about, **arrays)
 
 
-def merge_losses(parts: Sequence[SampleLosses]) -> SampleLosses:
-    """The losses of the parts of one data set together.
+def merge_losses(folds: Sequence[SampleLosses]) -> SampleLosses:
+    """The losses of the folds of one data set together.
 
     Raises:
         DataError: They are of different data or classes, or have a sample in common.
     """
-    first, *others = parts
-    if any(part.about != first.about for part in others):
+    first, *others = folds
+    if any(fold.about != first.about for fold in others):
         raise DataError(
-            given="losses of parts whose files or classes differ",
-            rule="the parts of a cross-validation are of one data set",
+            given="losses of folds whose files or classes differ",
+            rule="the folds of a cross-validation are of one data set",
             consequence="they were not put together",
             nearest="the cross-validation again in a new folder, while the data stay as they are",
         )
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _KINDS}
+    arrays = {name: np.concatenate([getattr(fold, name) for fold in folds]) for name in _KINDS}
     order = np.argsort(arrays["sample"], kind="stable")
     arrays = {name: array[order] for name, array in arrays.items()}
     twice = np.flatnonzero(arrays["sample"][1:] == arrays["sample"][:-1])
     if len(twice):
         raise DataError(
-            given=f"losses of sample {int(arrays['sample'][twice[0]])} in two parts",
+            given=f"losses of sample {int(arrays['sample'][twice[0]])} in two folds",
             rule="each sample is held out once",
             consequence="they were not put together",
             nearest="the cross-validation again in a new folder",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unisono.data.combined import balancing_weights, bucketed, concatenated, mapped, mixture, subset, weighted
 from unisono.data.dataset import Batch, Dataset
 from unisono.data.loading.sample_cache import cached
-from unisono.data.options import DataOptions
+from unisono.data.options import EVAL_RANDOM, DataOptions
 from unisono.data.sample_weights import read_sample_weights
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
@@ -143,8 +143,10 @@ def _shard_windows(
     """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
-    unread |= {"data.eval_fold": data.eval_fold, "data.eval_parts": data.eval_parts}
-    unread |= {"data.sample_weights": data.sample_weights, "data.kept_rows": data.kept_rows}
+    unread |= {"data.eval_fold": data.eval_fold, "data.sample_weights": data.sample_weights}
+    unread["data.kept_rows"] = data.kept_rows
+    if data.eval_split != EVAL_RANDOM:
+        unread["data.eval_split"] = data.eval_split
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",

@@ -1,6 +1,6 @@
-"""Which samples of the training data are held out: one of several parts, drawn at random, by class, or by the values of a column.
+"""Which samples of the training data are held out: one of several folds, drawn at random, by class, or by a column.
 
-The parts are the same in every run: they depend on the data and the settings alone.
+The folds are the same in every run: they depend on the data and the settings alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.options import EVAL_GROUP, DataOptions
+from unisono.data.options import EVAL_GROUP, EVAL_RANDOM, DataOptions
 from unisono.errors import DataError
 from unisono.tasks.options import TaskOptions
 from unisono.tasks.sources import addresses, first_sample, read_columns
@@ -22,9 +22,10 @@ _SPLIT_SEED = 0
 
 
 def held_out_ids(data: DataOptions, task: TaskOptions, size: int) -> NDArray[np.int64]:
-    """Numbers of the samples that are held out, ascending: part ``data.eval_fold`` of those that ``data.eval_parts`` names.
+    """Numbers of the samples that are held out, ascending: fold ``data.eval_fold`` of those that ``data.eval_split`` names.
 
-    Parts at random have ``data.eval_frac`` of the samples each; others are 1 / ``data.eval_frac`` of them, rounded.
+    Random folds have ``data.eval_frac`` of the samples each. Stratified and grouped data are divided into
+    round(1 / ``data.eval_frac``) folds.
 
     Args:
         data: The options.
@@ -32,7 +33,7 @@ def held_out_ids(data: DataOptions, task: TaskOptions, size: int) -> NDArray[np.
         size: Number of samples of ``data.train``.
 
     Raises:
-        DataError: The part is empty, or nothing is left to train on, or a column is missing.
+        DataError: The fold is empty, or nothing is left to train on, or a column is missing.
     """
     if size < 2:
         raise DataError(
@@ -41,36 +42,36 @@ def held_out_ids(data: DataOptions, task: TaskOptions, size: int) -> NDArray[np.
             consequence="there is nothing to train or to evaluate on",
             nearest="more data, or data.eval=ADDRESS",
         )
-    if not data.eval_parts:
-        return random_part(size, data.eval_frac, data.eval_fold)
-    is_grouped = data.eval_parts.startswith(EVAL_GROUP)
-    column = data.eval_parts.removeprefix(EVAL_GROUP) if is_grouped else task.target
+    if data.eval_split == EVAL_RANDOM:
+        return random_fold(size, data.eval_frac, data.eval_fold)
+    is_grouped = data.eval_split.startswith(EVAL_GROUP)
+    column = data.eval_split.removeprefix(EVAL_GROUP) if is_grouped else task.target
     check_columns(first_sample(data, task), [column], f"training data {' '.join(addresses(data.train))}")
     keys = _hashes((text_of(row.values[column]) for row in read_columns(data, (column,), task)), size)
-    num_parts = round(1.0 / data.eval_frac)
-    part_of = (parts_by_group if is_grouped else parts_by_class)(keys, num_parts)
-    found = np.flatnonzero(part_of == data.eval_fold)
+    num_folds = round(1.0 / data.eval_frac)
+    fold_of = (group_folds if is_grouped else stratified_folds)(keys, num_folds)
+    found = np.flatnonzero(fold_of == data.eval_fold)
     if not 0 < len(found) < size:
         raise DataError(
-            given=f"part {data.eval_fold} of {num_parts} by data.eval_parts={data.eval_parts}: {len(found)} of {size} samples",
-            rule="a part has one sample or more, and at least one is trained on"
-            + (f"; samples with one value of {column!r} are in one part" if is_grouped else ""),
+            given=f"fold {data.eval_fold} of {num_folds} by data.eval_split={data.eval_split}: {len(found)} of {size} samples",
+            rule="a fold has one sample or more, and at least one is trained on"
+            + (f"; samples with one value of {column!r} are in one fold" if is_grouped else ""),
             consequence="there is nothing to train or to evaluate on",
-            nearest="fewer parts, by a larger data.eval_frac or --folds; or more data",
+            nearest="fewer folds, by a larger data.eval_frac or --folds; or more data",
         )
     return found
 
 
-def random_part(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
-    """Part ``fold`` of ``size`` samples in a random order, each ``eval_frac`` of them long; ascending numbers.
+def random_fold(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
+    """Fold ``fold`` of ``size`` samples in a random order, each ``eval_frac`` of them long; ascending numbers.
 
     Raises:
-        DataError: A part has less than one sample. The first has at least one.
+        DataError: A fold has less than one sample. The first has at least one.
     """
     if fold and eval_frac * size < 1 - 1e-9:
         raise DataError(
             given=f"data.eval_fold={fold} with data.eval_frac={eval_frac:g} of {size} samples",
-            rule="a part has one sample or more",
+            rule="a fold has one sample or more",
             consequence="there is nothing to evaluate on",
             nearest="more data, or a larger data.eval_frac",
         )
@@ -80,31 +81,31 @@ def random_part(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[first:end])
 
 
-def parts_by_class(keys: NDArray[np.uint64], num_parts: int) -> NDArray[np.int64]:
-    """The part of each sample, so that the numbers of samples of a class in two parts differ by one at most, as do those of all.
+def stratified_folds(keys: NDArray[np.uint64], num_folds: int) -> NDArray[np.int64]:
+    """The fold of each sample, so that the numbers of samples of a class in two folds differ by one at most, as do those of all.
 
     Args:
         keys: [samples] equal for samples of one class.
-        num_parts: Number of parts.
+        num_folds: Number of folds.
 
     Source:
         Stratified k-fold cross-validation, as scikit-learn's ``StratifiedKFold`` with ``shuffle``.
     """
     shuffled = np.random.default_rng(_SPLIT_SEED).permutation(len(keys))
     by_class = shuffled[np.argsort(keys[shuffled], kind="stable")]
-    parts = np.empty(len(keys), np.int64)
-    parts[by_class] = np.arange(len(keys)) % num_parts
-    return parts
+    folds = np.empty(len(keys), np.int64)
+    folds[by_class] = np.arange(len(keys)) % num_folds
+    return folds
 
 
-def parts_by_group(keys: NDArray[np.uint64], num_parts: int) -> NDArray[np.int64]:
-    """The part of each sample, so that a group is in one part, and parts have about as many samples.
+def group_folds(keys: NDArray[np.uint64], num_folds: int) -> NDArray[np.int64]:
+    """The fold of each sample, so that a group is in one fold, and folds have about as many samples.
 
-    The largest groups are placed first, each into the smallest part; groups of one size in a random order.
+    The largest groups are placed first, each into the smallest fold; groups of one size in a random order.
 
     Args:
         keys: [samples] equal for samples of one group.
-        num_parts: Number of parts.
+        num_folds: Number of folds.
 
     Source:
         Group k-fold cross-validation, as scikit-learn's ``GroupKFold``.
@@ -113,14 +114,14 @@ def parts_by_group(keys: NDArray[np.uint64], num_parts: int) -> NDArray[np.int64
     changes = np.flatnonzero(keys[order][1:] != keys[order][:-1]) + 1
     sizes = np.diff(np.concatenate([[0], changes, [len(keys)]]))
     draws = np.random.default_rng(_SPLIT_SEED).permutation(len(sizes))
-    part_of_group = np.empty(len(sizes), np.int64)
-    parts = [(0, part) for part in range(num_parts)]  # a heap: samples so far, and the number of the part
+    fold_of_group = np.empty(len(sizes), np.int64)
+    folds = [(0, fold) for fold in range(num_folds)]  # a heap: samples so far, and the number of the fold
     for group in np.lexsort((draws, -sizes)).tolist():
-        num_samples, part = parts[0]
-        part_of_group[group] = part
-        heapq.heapreplace(parts, (num_samples + int(sizes[group]), part))
+        num_samples, fold = folds[0]
+        fold_of_group[group] = fold
+        heapq.heapreplace(folds, (num_samples + int(sizes[group]), fold))
     found = np.empty(len(keys), np.int64)
-    found[order] = np.repeat(part_of_group, sizes)
+    found[order] = np.repeat(fold_of_group, sizes)
     return found
 
 

@@ -25,7 +25,7 @@ BY_CONFIGURATION = (
     *("components.model", "components.init", "components.objective", "components.transform"),
     *("task", "model", "lora", "image", "text"),
     *("data.weights", "data.bucket_batches", "data.text_column", "data.tokenizer", "data.seq_len", "data.eval_frac"),
-    *("data.eval_fold", "data.eval_parts"),
+    *("data.eval_fold", "data.eval_split"),
     *("data.boundaries", "data.packing"),
 )
 # Addresses of data and weights, whose content is compared by fingerprint or by samples.

@@ -10,7 +10,7 @@ from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
 from unisono.config.fields import options_repr
 from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
-from unisono.data.options import EVAL_BY_CLASS, DataOptions, LoaderOptions
+from unisono.data.options import EVAL_STRATIFIED, DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
 from unisono.models.init_rules import rule_problems
@@ -203,7 +203,7 @@ class RunConfig:
         }
         for name, problem in inert_settings(self.data, DataOptions(), acts, f"task.kind {kind!r}"):
             yield f"data.{name}", problem
-        acts = {name: not self.data.eval for name in ("eval_frac", "eval_fold", "eval_parts")}
+        acts = {name: not self.data.eval for name in ("eval_frac", "eval_fold", "eval_split")}
         for name, problem in inert_settings(self.data, DataOptions(), acts, "data.eval"):
             yield f"data.{name}", problem
         yield from self._model_problems()
@@ -225,10 +225,10 @@ class RunConfig:
         elif not self.data.train:
             for name, problem in inert_settings(self.task, TaskOptions(), {"inputs": False}, "data.corpus"):
                 yield f"task.{name}", problem
-        if self.data.eval_parts == EVAL_BY_CLASS and not (kind in PREDICTORS and self.task.predicts == "class"):
+        if self.data.eval_split == EVAL_STRATIFIED and not (kind in PREDICTORS and self.task.predicts == "class"):
             yield (
-                "data.eval_parts",
-                _conflict(f"data.eval_parts {EVAL_BY_CLASS!r}", "a task whose samples have no class each"),
+                "data.eval_split",
+                _conflict(f"data.eval_split {EVAL_STRATIFIED!r}", "a task whose samples have no class each"),
             )
         if self.data.sample_weights and self.task.balance:
             yield (
@@ -289,7 +289,7 @@ _SOURCES = (
         "cache_gib",
         "bucket_batches",
         "eval_fold",
-        "eval_parts",
+        "eval_split",
     ),
 )
 

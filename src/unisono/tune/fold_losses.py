@@ -14,7 +14,7 @@ from unisono.storage.directory import make_folder
 from unisono.tune.folds import FOLD
 from unisono.tune.study import TrialRecord
 
-_PARTS: Final = "losses"
+_FOLDS_FOLDER: Final = "losses"
 
 
 def write_fold_losses(
@@ -35,27 +35,27 @@ def write_fold_losses(
 
     Raises:
         UnisonoError: An evaluation failed, such as that of a task whose samples are no rows.
-        DataError: No training ended; or the data are not those of the other parts.
+        DataError: No training ended; or the data are not those of the other folds.
     """
-    make_folder(folder / _PARTS)
-    parts: list[SampleLosses] = []
+    make_folder(folder / _FOLDS_FOLDER)
+    folds: list[SampleLosses] = []
     for record in records:
         if record.outcome != "done":
             continue
         fold = int(record.settings[FOLD])
-        path = folder / _PARTS / f"fold-{fold:04}.safetensors"
+        path = folder / _FOLDS_FOLDER / f"fold-{fold:04}.safetensors"
         if not path.exists():
-            tell(f"losses of the samples of part {fold}")
+            tell(f"losses of the samples of fold {fold}")
             _evaluate(record.run_dir, path, trust)
-        parts.append(read_losses(path))
-    if not parts:
+        folds.append(read_losses(path))
+    if not folds:
         raise DataError(
             given=f"a cross-validation in {folder} without a training that ended",
             rule="the loss of a sample is that of the training that held it out",
             consequence="no losses were written",
             nearest="the same command again; what the trainings said is in its trials/",
         )
-    losses = merge_losses(parts)
+    losses = merge_losses(folds)
     losses.write(folder / LOSSES_FILE)
     return losses
 
@@ -67,6 +67,6 @@ def _evaluate(run_dir: Path, path: Path, trust: Sequence[str]) -> None:
         raise UnisonoError(
             given=f"the evaluation of {run_dir}: {error_paragraph(said) or f'it ended with exit code {code}'}",
             rule="each training that ended is evaluated on the samples that it held out",
-            consequence="the losses were not put together; those of other parts are kept",
+            consequence="the losses were not put together; those of other folds are kept",
             nearest="the same command again, once its cause is removed",
         )

@@ -1,4 +1,4 @@
-"""Cross-validation: a training for each part of the data that is held out, and mean and spread of a metric over them."""
+"""Cross-validation: a training for each fold of the data that is held out, and mean and spread of a metric over them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FOLD: Final = "data.eval_fold"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossValidation:
-    """A metric over the parts.
+    """A metric over the folds.
 
     Attributes:
         metric: Its name.
-        values: Its last value where the part was held out, by number of the part; without those that failed.
-        num_folds: Number of parts.
-        failed: Numbers of the parts whose training ended without a value.
+        values: Its last value where the fold was held out, by number of the fold; without those that failed.
+        num_folds: Number of folds.
+        failed: Numbers of the folds whose training ended without a value.
     """
 
     metric: str
@@ -58,18 +58,18 @@ class CrossValidation:
     def verdict(self) -> str:
         """Mean and spread in a sentence."""
         if self.mean is None:
-            return f"No part has a value of {self.metric}."
+            return f"No fold has a value of {self.metric}."
         spread = "" if self.spread is None else f" ± {self.spread:.2g}"
         unfinished = self.num_folds - len(self.values) - len(self.failed)
-        lacks = f"; {len(self.failed)} of {self.num_folds} parts failed" if self.failed else ""
-        lacks += f"; {unfinished} of {self.num_folds} parts have not ended" if unfinished else ""
+        lacks = f"; {len(self.failed)} of {self.num_folds} folds failed" if self.failed else ""
+        lacks += f"; {unfinished} of {self.num_folds} folds have not ended" if unfinished else ""
         return (
-            f"{self.metric} {self.mean:.4g}{spread} (mean and standard deviation of {len(self.values)} parts{lacks})."
+            f"{self.metric} {self.mean:.4g}{spread} (mean and standard deviation of {len(self.values)} folds{lacks})."
         )
 
 
 def folds_space(num_folds: int) -> Space:
-    """The number of the part that is held out, as the setting of a grid."""
+    """The number of the fold that is held out, as the setting of a grid."""
     return {FOLD: Range(low=0, high=num_folds - 1, step=1, is_integer=True)}
 
 
@@ -91,12 +91,12 @@ def cross_validation(metric: str, num_folds: int, records: Sequence[TrialRecord]
 
 
 def write_folds_page(path: Path, found: CrossValidation, records: Sequence[TrialRecord]) -> None:
-    """Write the values by part as an HTML page; an older one is replaced atomically."""
+    """Write the values by fold as an HTML page; an older one is replaced atomically."""
     numbers = sorted(found.values)
     data = [
         {"type": "bar", "x": [str(number) for number in numbers], "y": [found.values[number] for number in numbers]}
     ]
-    layout = curve_layout("", found.metric) | {"xaxis": {"type": "category", "title": {"text": "part held out"}}}
+    layout = curve_layout("", found.metric) | {"xaxis": {"type": "category", "title": {"text": "fold held out"}}}
     rows = [
         [
             record.settings.get(FOLD, ""),
@@ -107,16 +107,16 @@ def write_folds_page(path: Path, found: CrossValidation, records: Sequence[Trial
         for record in records
     ]
     section = Section(
-        title="By part",
+        title="By fold",
         charts=[{"id": "folds", "data": data, "layout": layout}],
-        tables=[Table(head=["part", "end", found.metric, "why"], rows=rows)],
+        tables=[Table(head=["fold", "end", found.metric, "why"], rows=rows)],
     )
     page = render_page(
         SUMMARY,
         section.charts,
         title="Cross-validation",
         verdict=printable(found.verdict()),
-        figures=[Figure("parts", str(found.num_folds))],
+        figures=[Figure("folds", str(found.num_folds))],
         sections=[section],
     )
     write_atomically(path, page.encode())

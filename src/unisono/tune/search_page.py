@@ -1,4 +1,4 @@
-"""The report of a search: values by trial, parallel coordinates, the weight of each setting, and a table of the trials."""
+"""The report of a search: values by trial, parallel coordinates, the importance of each setting, and a table of the trials."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_search_page(
         space: The settings that are searched.
         options: How the search chooses.
         records: Its trials, by number.
-        importances: Share of each setting in how values differ.
+        importances: Share of each setting in how the better trials differ from the others.
         transfer: The widths, if the result is for a wider model than that of the trials.
     """
     done = [record for record in records if record.outcome == "done" and record.value is not None]
@@ -54,7 +54,7 @@ def write_search_page(
             None if transfer is None else transfer.section(),
             _by_trial(options, done),
             _parallel_coordinates(space, options, done),
-            _weights(importances),
+            _importances(importances),
             _by_setting(space, options, done),
             _trials(space, options, records, best),
         )
@@ -168,7 +168,7 @@ def _height(parameter: Choice | Range, text: str | None) -> float | None:
     return (value - low) / (high - low)
 
 
-def _weights(importances: Mapping[str, float]) -> Section | None:
+def _importances(importances: Mapping[str, float]) -> Section | None:
     if not importances:
         return None
     names = sorted(importances, key=lambda name: importances[name])
@@ -183,12 +183,14 @@ def _weights(importances: Mapping[str, float]) -> Section | None:
         }
     ]
     layout = curve_layout("", "", height=max(160, 90 + 28 * len(names))) | {
-        "xaxis": {"title": {"text": "% of how values differ"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "% of how the better trials differ"}, "rangemode": "tozero"},
         "yaxis": {"automargin": True, "type": "category"},
         "hovermode": "closest",
     }
     note = "Share of each setting in how the better trials differ from the others (PED-ANOVA). Of few trials it is a guess."
-    return Section(title="Which settings count", note=note, charts=[{"id": "weights", "data": data, "layout": layout}])
+    return Section(
+        title="Importance of settings", note=note, charts=[{"id": "importances", "data": data, "layout": layout}]
+    )
 
 
 def _by_setting(space: Space, options: StudyOptions, done: Sequence[TrialRecord]) -> Section | None:

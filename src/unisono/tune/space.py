@@ -45,7 +45,11 @@ class Choice:
         """Values with which a configuration is checked before the search."""
         return self.values
 
-    def grid(self) -> tuple[str, ...] | None:
+    def num_values(self) -> int:
+        """Number of values of ``grid``."""
+        return len(self.values)
+
+    def grid(self) -> tuple[str, ...]:
         """All values."""
         return self.values
 
@@ -86,13 +90,16 @@ class Range:
         """Values with which a configuration is checked before the search."""
         return self.value_text(self.low), self.value_text(self.high)
 
-    def grid(self) -> tuple[str, ...] | None:
-        """All values; None where there is one between any two."""
+    def num_values(self) -> int | None:
+        """Number of values of ``grid``; None without a step. That of an integer range is 1, unless it is logarithmic."""
         step = self.step if self.step is not None else 1.0 if self.is_integer and not self.is_log else None
-        if step is None:
-            return None
-        count = _num_steps(self.low, self.high, step) + 1
-        return tuple(self.value_text(self.low + index * step) for index in range(count))
+        return None if step is None else _num_steps(self.low, self.high, step) + 1
+
+    def grid(self) -> tuple[str, ...] | None:
+        """All values, each a step above the last; None where there is no step."""
+        count = self.num_values()
+        step = 1.0 if self.step is None else self.step
+        return None if count is None else tuple(self.value_text(self.low + index * step) for index in range(count))
 
     def text_of(self, value: Any) -> str | None:
         """A value of a configuration as ``--set`` takes it; None where it is not in the range, or between two steps."""
@@ -230,23 +237,19 @@ def settings_within(space: Space, values: Mapping[str, Any]) -> dict[str, str] |
 
 
 def grid_size(space: Space) -> int:
-    """Number of combinations of all values. Raises ConfigError where a range has no end of values, or there are too many."""
+    """Number of combinations of all values. Raises ConfigError for a range without a step, and for too many combinations."""
     size = 1
     for name, parameter in space.items():
-        values = parameter.grid() if isinstance(parameter, Choice) or _countable(parameter) else None
-        if values is None:
+        count = parameter.num_values()
+        if count is None:
             raise _wrong(
-                f"{name}={parameter.text} with a grid", "a grid tries every value, and this range has no end of them"
+                f"{name}={parameter.text} with a grid",
+                "a grid needs a list, an integer range or a range with a step; a logarithmic range has no step",
             )
-        size *= len(values)
+        size *= count
         if size > _MAX_VALUES:
             raise _wrong(f"a grid of {size} combinations or more", f"a grid has at most {_MAX_VALUES}")
     return size
-
-
-def _countable(parameter: Range) -> bool:
-    step = parameter.step or 1.0
-    return (parameter.high - parameter.low) / step <= _MAX_VALUES
 
 
 def grid(space: Space) -> Iterator[dict[str, str]]:

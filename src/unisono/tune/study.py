@@ -284,7 +284,10 @@ class Study:
         return min(done, key=lambda pair: (sign * pair[0], pair[1].number))[1] if done else None
 
     def importances(self) -> dict[str, float]:
-        """Share of each setting in how values differ (PED-ANOVA, Watanabe et al. 2023); empty where trials are too few."""
+        """Share of each setting in how the better trials differ from the others (PED-ANOVA, Watanabe et al. 2023).
+
+        Empty where trials are too few.
+        """
         states = self._optuna.trial.TrialState
         if len(self._study.get_trials(deepcopy=False, states=[states.COMPLETE])) < _MIN_TRIALS:
             return {}

@@ -133,16 +133,15 @@ class Sweep:
         return f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
 
 
-def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, cores: int) -> list[Candidate]:
+def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, threads: int) -> list[Candidate]:
     """What is tried for a configuration: other values than its own of settings that decide speed; micro-batches come after them
     (``micro_batch_candidates``).
 
     Args:
         settings: All settings, by dotted name, encoded as in TOML.
         has_accelerator: Whether ranks compute on one.
-        cores: Physical cores of this host.
+        threads: CPU threads of a rank.
     """
-    threads = int(settings["launch.num_threads"])
     values: dict[str, Sequence[Any]] = {
         "plan.precision": ("bf16", "fp32")
         if has_accelerator or settings["plan.precision"] != "auto"
@@ -154,8 +153,8 @@ def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, cores: 
     }
     if has_accelerator:
         values |= {"plan.tf32": (True,)}
-    elif threads != 1 and cores > 1:
-        values |= {"launch.num_threads": (max(1, cores // 2),)}
+    elif threads > 1:
+        values |= {"launch.num_threads": (threads // 2,)}
     return [
         Candidate(name=name, value=value)
         for name, tried in values.items()
@@ -327,7 +326,7 @@ def write_sweep(folder: Path, base: str, record: SweepRecord, own: Mapping[str, 
         "yaxis": {"automargin": True, "type": "category"},
         "hovermode": "closest",
     }
-    head = ["setting", "time", "least", "most", "pairs", "peak memory", "losses", "kept"]
+    head = ["setting", "time ratio", "min", "max", "pairs", "peak memory", "losses", "kept"]
     section = Section(
         title="Settings",
         note="Each is beside the settings kept before it. A ratio below 1 is faster; the bars span all pairs.",
