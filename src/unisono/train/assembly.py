@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode  # has no public name; torch 2.13 tested
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # neither
 
 from unisono.checkpoint import CheckpointOptions
 from unisono.data.dataset import Dataset
@@ -185,10 +187,12 @@ def build_model(
     deferred = None
     if isinstance(given.model, nn.Module) or not plan.is_model_sharded:
         model = given.model if isinstance(given.model, nn.Module) else given.model()
-        model.to(device)
+        if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+            model.to(device)
         store.broadcast(model.state_dict())
     else:
-        deferred = deferred_init(given.model)
+        with unset_fake_temporarily():
+            deferred = deferred_init(given.model)
         agree(world, "model", deferred.fingerprint)
         model = deferred.model
     flops_per_token = flops(model) if callable(flops := given.flops_per_token) else flops
@@ -223,7 +227,9 @@ def shard_model(
 ) -> ShardedModel:
     """Apply the plan's transforms to the model, and materialize a deferred one."""
     dims, deferred = built.dims, built.deferred
-    parallel = parallelize(dims.plan, built.model.train(), dims, context, partition)
+    # where a step is traced, a deferred model stays on the meta device until it is allocated
+    with nullcontext() if deferred is None else unset_fake_temporarily():
+        parallel = parallelize(dims.plan, built.model.train(), dims, context, partition)
     model, stages = parallel.model, parallel.stages
     if dims.plan.tensor_parallel.placements:
         events.emit("placements", placed=parameter_placements(model))
@@ -232,7 +238,7 @@ def shard_model(
     pipeline = PipelineExecutor(stages, dims, device) if stages is not None else None
     duplicated = stages.duplicated_parameters if stages is not None else ()
     sharded = ShardedParameters(model, dims, parallel.table, duplicated=duplicated)
-    if deferred is not None:
+    if deferred is not None and active_fake_mode() is None:  # else the step is traced, without values
         materialize(deferred, model, sharded)
     return ShardedModel(parallel=parallel, sharded=sharded, pipeline=pipeline)
 
@@ -562,8 +568,9 @@ def _build_metrics_reader(
         flops_per_token=flops_per_token,
         comm_stats=build_comm_stats(parts.events, traffic, parts.built.dims),
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
-        weight_total=float(parts.state.weight_total),
-        skipped_total=int(parts.state.guard.skipped),
+        # of a run that begins both are 0, also where its step is traced without values
+        weight_total=float(parts.state.weight_total) if parts.state.step else 0.0,
+        skipped_total=int(parts.state.guard.skipped) if parts.state.step else 0,
         nonfinite_search=nonfinite_search,
         compiling=parts.plan.backend.compile != "off",
         **throughput_unit(given.objective, given.input.data, parts.built.dims.plan, flops_per_token),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class PipelineExecutor:
             (a, b) for low in range(last) for a, b in ((low, low + 1), (low + 1, low)) if rank[low] != rank[low + 1]
         ]
         # all ranks create the groups of all pipelines
-        pipelines = torch.arange(self._plan.mesh.world_size).view(self._plan.mesh.pp, -1)
+        pipelines = np.arange(self._plan.mesh.world_size).reshape(self._plan.mesh.pp, -1)
         groups = {_link(*link): pipelines[[rank[link[0]], rank[link[1]]]].T.tolist() for link in links}
         for stages in sorted(set(self._stages.partition.shared_parameters.values())):
             ranks = sorted({rank[stage] for stage in stages})
