@@ -94,9 +94,7 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(tensor, Tensor) and self._counts(tensor):
                 self._see(tensor)
         if self.now_bytes > self.peak.bytes:
-            self.peak = Peak(
-                bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=str(func), kind=self.kind
-            )
+            self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=str(func), kind=self.kind)
         return result
 
     def _counts(self, tensor: Tensor) -> bool:
