@@ -5,6 +5,7 @@ Each expert is taken to get an equal share of the rows. With other shares a rank
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def host_counts(counts: Tensor, num_rows: int) -> list[int]:
     if not is_traced(counts):
         return counts.tolist()
     bounds = [num_rows * place // len(counts) for place in range(len(counts) + 1)]
-    return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [end - start for start, end in pairwise(bounds)]
 
 
 def grouped_matmul_shapes(rows: Tensor, stack: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 tested
     DataDependentOutputException,
@@ -29,6 +28,7 @@ from unisono.dist.simulated_world import simulated_world
 from unisono.errors import ConfigError
 from unisono.measure.live_storages import LiveStorages, Peak
 from unisono.observe.events import EventLog
+from unisono.observe.meters import StepTimers
 from unisono.parallel.deferred_init import deferred_init
 from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
@@ -38,6 +38,7 @@ from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
 from unisono.train.loop_assembly import build_train_step
 from unisono.train.objectives import as_objective
 from unisono.train.setup import resolve_plan
+from unisono.train.state import TrainState
 from unisono.train.whole_model import empty_copy
 
 # the first creates the optimizer's state, the second is like all others
@@ -52,8 +53,8 @@ class RankMemory:
         rank: The rank.
         stages: Numbers of its pipeline stages, from 0; none without a pipeline.
         ledger: What the plan says of parameters, gradients and the optimizer's state.
-        peak: The place in the step where most is held. Kinds of storages: ``parameters``, with buffers; ``optimizer``; and the
-            phase of the step in which others were made, such as ``forward``.
+        peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
+            ``batch``; ``buffers`` of collectives; and the phase of the step in which others were made, such as ``forward``.
     """
 
     rank: int
@@ -73,13 +74,14 @@ def trace_ranks(
 ) -> list[RankMemory]:
     """Trace steps of ``ranks`` of a job of ``world_size``; by default ``ranks_to_trace``.
 
-    The samples of the first step are read; nothing else is read, and nothing is written.
+    The samples of the first step are read, by this process alone. Blocks are not compiled: compiled, they mostly take less.
 
     Raises:
         ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
         PlanError: The plan does not fit the ranks, the model or the batch.
     """
     plan = resolve_plan(options, JobSpec(world_size=world_size))[1]
+    plan = replace(plan, backend=replace(plan.backend, compile="off"))
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
             given=f"rank {outside[0]} of a job of {world_size}",
@@ -131,7 +133,13 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
         events = stack.enter_context(EventLog(folder / "events.jsonl", rank=rank, run_id="dry-run", attempt=1))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         live = LiveStorages(fake)
-        inputs = replace(given, run_dir=folder, objective=as_objective(given.given_objective, lambda: None))
+        live.kind = "buffers"
+        inputs = replace(
+            given,
+            run_dir=folder,
+            objective=as_objective(given.given_objective, lambda: None),
+            input=replace(given.input, options=replace(given.input.options, num_workers=0)),
+        )
         stack.enter_context(_explain_values())
         if not plan.is_model_sharded or isinstance(inputs.model, nn.Module):
             model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
@@ -164,19 +172,17 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
 
 
 def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> RankMemory:
-    train_step, model, stages = build_train_step(parts), parts.built.model, parts.sharded.parallel.stages
+    train_step, stages = build_train_step(parts), parts.sharded.parallel.stages
     with unset_fake_temporarily(), closing(parts.loader.iterate(0, 1)) as steps:
         batch = next(steps)
 
-    with parts.timers.wrapped(lambda name, phase: _Phase(live, name, phase)):
+    with phases_as_kinds(live, parts.timers):
         for _ in range(STEPS):
+            live.kind = "batch"
             micro_batches = [
                 {name: fake.from_tensor(value) for name, value in micro.items()} for micro in batch.micro_batches
             ]
-            live.mark([*model.parameters(), *model.buffers()], "parameters")
-            live.mark(parts.state.optimizer.state_tensors(parts.sharded.sharded.parameters).values(), "optimizer")
-            gc.collect()  # cycles of Python objects would keep tensors of the step before
-            live.reset_peak()
+            begin_step(live, parts.built.model, parts.state)
             train_step.run(replace(batch, micro_batches=micro_batches))
             del micro_batches
     return RankMemory(
@@ -185,6 +191,19 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
         ledger=parts.ledger,
         peak=live.peak,
     )
+
+
+def phases_as_kinds(live: LiveStorages, timers: StepTimers) -> AbstractContextManager[None]:
+    """Inside, storages that are made in a phase of a step have its name as their kind; ``update`` for the phase ``optimizer``."""
+    return timers.wrapped(lambda name, phase: _Phase(live, "update" if name == "optimizer" else name, phase))
+
+
+def begin_step(live: LiveStorages, model: nn.Module, state: TrainState) -> None:
+    """Begin the peak of a step, with what is alive before it: parameters, the optimizer's state, the batch."""
+    live.mark([*model.parameters(), *model.buffers()], "parameters")
+    live.mark(state.optimizer.state_tensors(state.sharded.parameters).values(), "optimizer")
+    gc.collect()  # cycles of Python objects would keep tensors of the step before
+    live.reset_peak()
 
 
 @dataclass(slots=True)
