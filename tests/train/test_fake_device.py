@@ -21,7 +21,7 @@ from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
 from unisono.observe.history import read_history
 from unisono.observe.meters import PHASES
-from unisono.train.assembly import ACCELERATOR_READ_STEPS
+from unisono.train.loop_assembly import ACCELERATOR_READ_STEPS
 
 
 @pytest.fixture

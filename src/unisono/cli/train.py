@@ -37,9 +37,33 @@ from unisono.train.config import RunConfig
 @takes_config
 @click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
 @click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Train nothing: trace a step of some ranks here, and print the memory that each needs.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="With --dry-run, ranks of the job (default: those of the strategy file, else launch.num_processes).",
+)
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="With --dry-run, a rank to trace; may be repeated (default: one of each pipeline stage).",
+)
 @every_verb
 def command(
-    config: tuple[str, ...], overrides: tuple[str, ...], plan_file: str | None, debug: bool, as_json: bool
+    config: tuple[str, ...],
+    overrides: tuple[str, ...],
+    plan_file: str | None,
+    debug: bool,
+    dry_run: bool,
+    processes: int | None,
+    ranks: tuple[int, ...],
+    as_json: bool,
 ) -> int:
     """Train as CONFIG says: TOML files, later ones winning, or a Python file with config().
 
@@ -49,6 +73,18 @@ def command(
     if plan_file is not None:
         overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
     resolved = load_run_config(config, overrides)
+    if dry_run:
+        from unisono.cli import dry_run as traced
+
+        traced.dry_run(resolved, processes, ranks, as_json=as_json)
+        return 0
+    if processes is not None or ranks:
+        raise ConfigError(
+            given="--processes or --rank without --dry-run",
+            rule="they are ranks of a job that is traced in this process",
+            consequence="nothing was started",
+            nearest="--dry-run, or --set launch.num_processes=N for a job of N processes",
+        )
     job = job_from_environ(os.environ)
     sync = _sync(resolved.value.plan)
     if job.role != "worker":

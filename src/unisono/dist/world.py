@@ -76,6 +76,7 @@ class World:
         timeout_s: Seconds after which a collective fails.
         name: Name of the group in errors.
         peers: Host, pid and creation time of each rank's process, in rank order; empty if unknown.
+        is_simulated: Whether the other ranks do not exist (``simulated_world``): each is taken to answer as this one does.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class World:
         timeout_s: float = 0.0,
         name: str = "default",
         peers: Sequence[dict[str, Any]] = (),
+        is_simulated: bool = False,
     ) -> None:
+        self.is_simulated = is_simulated
         self.job = job
         self.rank = job.rank
         self.world_size = job.world_size
@@ -165,7 +168,7 @@ class World:
 
     def broadcast_json(self, value: Any = None, src: int = 0) -> Any:
         """Rank ``src``'s value on every rank; ignored on the others. JSON types only; tuples become lists."""
-        if self.group is None:
+        if self.group is None or self.is_simulated:
             return json.loads(json.dumps(value))
         payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([payload.numel()])
@@ -179,8 +182,8 @@ class World:
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on all ranks. JSON types only; tuples become lists."""
-        if self.group is None:
-            return [json.loads(json.dumps(value))]
+        if self.group is None or self.is_simulated:
+            return json.loads(json.dumps([value] * self.world_size))
         payload = self._encode(value)
         with self.explain_errors("all_gather_json", payload.numel()):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -473,7 +476,7 @@ def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
     """The result of ``function`` (JSON types), which rank 0 calls, on every rank; its UnisonoError is raised on every rank."""
     answer: dict[str, Any] = {}
     error: UnisonoError | None = None
-    if world.rank == 0:
+    if world.rank == 0 or world.is_simulated:
         try:
             answer = {"value": function()}
         except UnisonoError as raised:

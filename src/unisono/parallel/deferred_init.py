@@ -26,6 +26,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree  # has no public name
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -392,7 +393,12 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
     tensors there. The placeholders of other stages' parameters (``pipeline.stages``) become zeros."""
 
     def real(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        if not tensor.is_meta:
+            return tensor.to(device)
+        if isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=device)
+        # not empty_like: where a step is traced, the mode of fake tensors would keep the old one, which is then not replaced
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     for module in model.modules():
         for name, value in vars(module).items():

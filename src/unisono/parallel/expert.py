@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError
 from unisono.models.moe import Experts, Router, gather_rows
+from unisono.models.traced_experts import host_counts
 from unisono.parallel.hooks import map_output
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ParameterSharder, ShardTable
@@ -117,7 +118,8 @@ def _exchanged(compute: Compute, group: ProcessGroup) -> Compute:
         sent = counts.view(group.size(), -1)  # [ep, E/ep]; rows from this rank to each expert
         received = torch.empty_like(sent)  # [ep, E/ep]; rows from each rank to each expert of this rank
         all_to_all_single(received, sent, group)
-        send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        both = host_counts(torch.stack([sent.sum(1), received.sum(1)]).flatten(), 2 * rows.shape[0])
+        send, receive = both[: group.size()], both[group.size() :]
         arrived = _AllToAll.apply(rows, send, receive, group)  # [R, D], by rank, then by expert
         experts = torch.arange(received.shape[1], device=rows.device).repeat(group.size())
         order = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]

@@ -12,9 +12,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.tensor.debug
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # has no public name; torch 2.13 tested
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,12 +34,15 @@ class ParallelDims:
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
         clear_mesh_caches()  # a job before this one in the same process may have had an equal mesh
-        ranks = torch.arange(plan.mesh.world_size).view([int(getattr(plan.mesh, axis)) for axis in AXES])
-        shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
-        experts = shard.unflatten(2, (-1, plan.mesh.ep))  # pp, dp_replicate, experts, ep, tp
-        along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
-        along |= {"data": ranks.movedim((1, 2), (-2, -1)).flatten(-2), "shard": shard.movedim(2, -1)}
-        along |= {"ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
+        mesh = plan.mesh
+        sizes = mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp
+        ranks = np.arange(mesh.world_size).reshape(sizes)
+        shard = ranks.reshape(*sizes[:2], -1, mesh.tp)  # pp, dp_replicate, shard, tp
+        experts = shard.reshape(*sizes[:2], -1, mesh.ep, mesh.tp)  # pp, dp_replicate, experts, ep, tp
+        along = {axis: np.moveaxis(ranks, dim, -1) for dim, axis in enumerate(AXES)}
+        data = np.moveaxis(ranks, (1, 2), (-2, -1))
+        along |= {"data": data.reshape(*data.shape[:-2], -1), "shard": np.moveaxis(shard, 2, -1)}
+        along |= {"ep": np.moveaxis(experts, 3, -1), "experts": np.moveaxis(experts, 2, -1)}
         self._lines = {name: grid.reshape(-1, grid.shape[-1]) for name, grid in along.items()}
         self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
         self._groups: dict[str, ProcessGroup] = {}
@@ -53,7 +58,7 @@ class ParallelDims:
     def ranks_along(self, name: str) -> list[int]:
         """The ranks that differ from this one along ``name`` only, this one included, in order."""
         lines = self._lines[name]
-        (row,) = (lines == self.world.rank).any(1).nonzero().flatten().tolist()
+        (row,) = np.flatnonzero((lines == self.world.rank).any(1))
         return lines[row].tolist()
 
     def rank_along(self, name: str) -> int:
@@ -87,16 +92,17 @@ class ParallelDims:
         return self._mesh("experts")
 
     def _mesh(self, name: str) -> DeviceMesh:
-        line = torch.tensor(self.ranks_along(name))
-        if self.plan.mesh.dp_replicate == 1:
-            return DeviceMesh.from_group(self.group(name), self.plan.mesh.device, mesh=line, mesh_dim_names=(name,))
-        copies = torch.tensor(self.ranks_along("dp_replicate"))
-        return DeviceMesh.from_group(
-            [self.group("dp_replicate"), self.group(name)],
-            self.plan.mesh.device,
-            mesh=line + (copies - self.world.rank)[:, None],
-            mesh_dim_names=("dp_replicate", name),
-        )
+        with unset_fake_temporarily():  # numbers of ranks are values, also where a step is traced
+            line = torch.tensor(self.ranks_along(name))
+            if self.plan.mesh.dp_replicate == 1:
+                return DeviceMesh.from_group(self.group(name), self.plan.mesh.device, mesh=line, mesh_dim_names=(name,))
+            copies = torch.tensor(self.ranks_along("dp_replicate"))
+            return DeviceMesh.from_group(
+                [self.group("dp_replicate"), self.group(name)],
+                self.plan.mesh.device,
+                mesh=line + (copies - self.world.rank)[:, None],
+                mesh_dim_names=("dp_replicate", name),
+            )
 
     def sum(self, values: Tensor, name: str) -> Tensor:
         """``values`` summed over the ranks along ``name``, in place."""

@@ -334,6 +334,7 @@ def build_trainer(
     world: World,
     events: EventLog,
     provenance: Mapping[str, Any],
+    builds_early: bool = True,
 ) -> Trainer:
     """The trainer of this configuration and of the plan resolved from it.
 
@@ -346,6 +347,7 @@ def build_trainer(
         world: Ranks of the job; the caller closes it.
         events: Event log of this rank; the caller closes it.
         provenance: Facts, as JSON types by name, for the ``run_start`` event and every checkpoint.
+        builds_early: Whether a model that no rank shards is built now, with its values.
 
     Raises:
         ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
@@ -353,7 +355,7 @@ def build_trainer(
     """
     build = partial(build_model, config, data.tokenizer)
     # pretrained values are read when the model is built: it cannot be built without them and filled later
-    deferred = plan.is_model_sharded and not config.model.pretrained
+    deferred = (plan.is_model_sharded or not builds_early) and not config.model.pretrained
     own_optimizer = _own_component("optimizer", config)
     return Trainer(
         build if deferred else build(),

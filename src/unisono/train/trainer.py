@@ -1,8 +1,7 @@
 """The trainer: an iterator of optimizer steps that resumes, accumulates, synchronises, guards and saves by itself.
 
-Entering it assembles a run from the parts that ``assembly`` makes, in the order to read it: world, plan, model, data, what the
-model adds to the plan, its sharding, the training state, loop. ``step`` makes one step, ``loop`` and ``async_loop`` make them
-all, ``run_checkpoints`` resumes and saves.
+Entering it joins the ranks and settles the plan. ``assembly`` makes the parts of the run, ``loop_assembly`` its loop. ``step``
+makes one step, ``loop`` and ``async_loop`` make them all, ``run_checkpoints`` resumes and saves.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
@@ -36,27 +35,17 @@ from unisono.observe.system_monitor import SystemMonitor, device_readers
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
-from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.sanitize import redact
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
-from unisono.train.assembly import (
-    RunInputs,
-    RunParts,
-    agree_on_run,
-    build_loop,
-    build_model,
-    build_state,
-    first_micro_batch,
-    shard_model,
-)
+from unisono.train.assembly import RunInputs, agree_on_run, assemble
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.callbacks import Every
-from unisono.train.gradient_sync import build_gradient_sync
-from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
+from unisono.train.input_pipeline import InputPipeline, read_eval_source, read_source
 from unisono.train.loop import Result, SyncLoop
+from unisono.train.loop_assembly import build_loop
 from unisono.train.metrics import Metric, as_metrics, check_metric_kinds
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
@@ -67,19 +56,19 @@ from unisono.train.run_checkpoints import best_before
 from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
     again,
-    complete_plan_for_model,
     default_run_dir,
     init_distributed,
     launched_job,
     open_events,
     report_failure,
     resolve_plan,
-    step_timers,
     watch_steps,
 )
-from unisono.train.state import seed_generators
 from unisono.train.step import Step
-from unisono.train.whole_model import export_model, meta_copy
+from unisono.train.whole_model import export_model
+
+if TYPE_CHECKING:
+    from unisono.train.dry_run import RankMemory
 
 COLLECTIVE_TIMEOUT_S = 300.0
 _LOG: Final = logging.getLogger("unisono.train")
@@ -315,69 +304,33 @@ class Trainer:
 
     @at_work("the set-up", silent=True)
     def _assemble(self) -> None:
-        """Make the parts of the run in order, each as soon as it can be made; a failure closes those made so far."""
-        world, device, events = self.world, self.device, self.events
+        """Make the parts of the run and its loop; a failure closes those made so far."""
         inputs = self._inputs = self._inputs.with_steps(self.plan)
         self.options = inputs.options
-        self.store = agree_on_run(inputs, self.plan, world)
-        built = build_model(inputs, self.plan, world, device, self.store, events)
-        self.model, self._dims = built.model, built.dims
-        self._unsharded = meta_copy(self.model) if self.plan.is_model_sharded else self.model
-        loader = build_loader(
-            inputs.input,
+        self.store = agree_on_run(inputs, self.plan, self.world)
+        parts = assemble(
+            inputs,
             self.plan,
-            data_rank=self._dims.data_rank,
-            seed=inputs.seed,
-            device=device,
-            batch_statistics=bool(batch_norms(self.model)),
-        )
-        self._resources.append(loader)
-        # what only the model and a first micro-batch show
-        self.plan, partition, context = complete_plan_for_model(
-            self.plan, self.model, self._dims, lambda: first_micro_batch(loader), events
-        )
-        sharded = shard_model(built, context, partition, device, events)
-        self.state, ledger = build_state(inputs, built, sharded, self.plan, device, events)
-        self._sync, self.state.sync_state = build_gradient_sync(
-            self._dims.plan,  # dist_async: the plan of one worker; else self.plan
-            self.store,
-            self.model,
-            sharded.sharded,
-            self._dims,
-            optimizer=inputs.optim.name,
-            step=lambda: self.state.step,
-            events=events,
-        )
-        self._resources.append(self._sync)
-        seed_generators(inputs.seed, self._dims.rng_rank)
-        parts = RunParts(
-            inputs=inputs,
-            world=world,
-            plan=self.plan,
-            device=device,
-            events=events,
+            world=self.world,
+            store=self.store,
+            device=self.device,
+            events=self.events,
             stop_notice=self._stop_notice,
-            loader=loader,
-            built=built,
-            sharded=sharded,
-            ledger=ledger,
-            state=self.state,
-            sync=self._sync,
-            timers=step_timers(device),
-            profile_steps=self._inputs.observe.profile_steps,
+            resources=self._resources,
         )
+        self.model, self.plan, self.state, self._unsharded = parts.built.model, parts.plan, parts.state, parts.unsharded
         self._loop = build_loop(parts, self._resources)
         self._resources.insert(0, self._loop.runner.profiler)
         if self._inputs.observe.monitor_every_s:
             monitor = SystemMonitor(
-                events,
+                self.events,
                 every_s=self._inputs.observe.monitor_every_s,
                 step=lambda: self.state.step,
-                with_host=world.job.local_rank == 0,
-                readers=device_readers(device),
+                with_host=self.world.job.local_rank == 0,
+                readers=device_readers(self.device),
             )
             self._resources.append(monitor)
-        self._watchdog = watch_steps(world, self.run_dir, lambda: self.state.step)
+        self._watchdog = watch_steps(self.world, self.run_dir, lambda: self.state.step)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
@@ -462,6 +415,15 @@ class Trainer:
             return self._fit()
         with self:
             return self._fit()
+
+    def dry_run(self, num_ranks: int, ranks: Sequence[int] = ()) -> list[RankMemory]:
+        """Trace steps of ``ranks`` of a job of ``num_ranks`` in this process, without values: what each would hold in memory.
+
+        By default of one rank of each place in the pipeline. See ``train.dry_run``, also for what is raised.
+        """
+        from unisono.train.dry_run import trace_ranks
+
+        return trace_ranks(self._inputs, self._given_plan, num_ranks, ranks)
 
     def _fit(self) -> Result:
         loop, metrics = self._loop, self._inputs.metrics

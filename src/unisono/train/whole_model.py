@@ -18,12 +18,17 @@ from unisono.parallel.sharding import GlobalParameterSpec
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model without values, on the meta device; tied tensors stay tied. It takes no memory of tensors."""
+    return empty_copy(model, torch.device("meta"))
+
+
+def empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the model on ``device``, whose values are not set; tied tensors stay tied."""
     tensors: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
+        empty = torch.empty_like(parameter, device=device)
         tensors[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        tensors[id(buffer)] = torch.empty_like(buffer, device="meta")
+        tensors[id(buffer)] = torch.empty_like(buffer, device=device)
     memo: dict[int, Any] = dict(tensors)
     return copy.deepcopy(model, memo)
 

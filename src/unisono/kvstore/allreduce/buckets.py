@@ -125,7 +125,7 @@ class BucketedAllReduce:
 
         def ready(parameter: Tensor) -> None:
             grad = parameter.grad
-            if grad is not None and grad.data_ptr() != view.data_ptr():
+            if grad is not None and grad is not view:
                 # the view was replaced, by zero_grad(set_to_none=True) for example: copy the values and restore it
                 view.copy_(grad)
                 parameter.grad = view

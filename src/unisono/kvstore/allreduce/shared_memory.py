@@ -88,6 +88,8 @@ class SharedMemoryAllReduce:
 
     def all_equal(self, number: int) -> bool:
         """Whether all workers passed the same ``number`` of 63 bits. A collective; slots may be summed afterwards."""
+        if self._world.is_simulated:
+            return True
         # two places in turn: a fast worker may write its next number while a slow one still reads this one
         place = 1 + self._turn % 2
         self._counters[self._world.rank * _COUNTERS + place] = number
@@ -111,12 +113,14 @@ class SharedMemoryAllReduce:
         self._meet(sum((end - first) * dtype.itemsize for dtype, first, end in runs))
 
     def _meet(self, num_bytes: int) -> None:
-        """Return once all workers have made as many calls as this one.
+        """Return once all workers have made as many calls as this one; at once if they are simulated.
 
         A worker may overwrite its slot for the next sum while others still read this sum; the sum is overwritten only
         after the next rendezvous.
         """
         self._turn += 1
+        if self._world.is_simulated:
+            return
         self._bytes_met, self._is_waiting = (
             num_bytes,
             True,
@@ -180,6 +184,8 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
         raise _refused("workers on several hosts", "a sum over torch.distributed")
     if set(world.all_gather_json(_able())) != {True}:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
+    if world.is_simulated:
+        return mmap.mmap(-1, size)
     if world.rank == 0:
         handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
         os.posix_fallocate(handle, 0, size)  # reserves the memory now, or fails now

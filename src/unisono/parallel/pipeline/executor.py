@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,10 +29,19 @@ Micro = Mapping[str, Tensor]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 8
 Spec = tuple[torch.Size, torch.dtype]
+# by stage that receives and shapes of the micro-batch
+HiddenStates = dict[tuple[int, tuple[torch.Size, ...]], Spec]
+
+
+class UnknownHiddenState(Exception):
+    """A stage of a simulated rank receives a hidden state of which nothing is known."""
 
 
 class PipelineExecutor:
-    """One rank's part of the pipeline. All ranks create it together, before other code wraps the layers of the blocks."""
+    """One rank's part of the pipeline. All ranks create it together, before other code wraps the layers of the blocks.
+
+    ``hidden_states`` are shapes and dtypes that stages have received or passed on.
+    """
 
     def __init__(self, stages: PipelineStages, dims: ParallelDims, device: torch.device) -> None:
         self._stages, self._plan, self._world, self._device = stages, dims.plan, dims.world, device
@@ -45,7 +55,7 @@ class PipelineExecutor:
         }
         self._rank_of_stage = [rank_of[stage] for stage in range(stages.num_stages)]
         self._connect(dims)
-        self._specs: dict[Any, Spec] = {}
+        self.hidden_states: HiddenStates = {}
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
         self._local: dict[Action, Tensor] = {}  # results that another stage of this rank receives
@@ -62,7 +72,7 @@ class PipelineExecutor:
             (a, b) for low in range(last) for a, b in ((low, low + 1), (low + 1, low)) if rank[low] != rank[low + 1]
         ]
         # all ranks create the groups of all pipelines
-        pipelines = torch.arange(self._plan.mesh.world_size).view(self._plan.mesh.pp, -1)
+        pipelines = np.arange(self._plan.mesh.world_size).reshape(self._plan.mesh.pp, -1)
         groups = {_link(*link): pipelines[[rank[link[0]], rank[link[1]]]].T.tolist() for link in links}
         for stages in sorted(set(self._stages.partition.shared_parameters.values())):
             ranks = sorted({rank[stage] for stage in stages})
@@ -207,7 +217,7 @@ class PipelineExecutor:
     def _spec(self, action: Action, micros: Sequence[Micro]) -> Spec | None:
         """Shape and dtype of the tensor that ``action`` receives, if they are known."""
         if action.kind == "F":
-            return self._specs.get((action.stage, _shapes(micros[action.micro])))
+            return self.hidden_states.get((action.stage, _shapes(micros[action.micro])))
         activations = self._activations.get(action[1:])
         return None if activations is None else (activations[1].shape, activations[1].dtype)
 
@@ -230,10 +240,15 @@ class PipelineExecutor:
             return self._local.pop(source)
         with self._world.explain_collective_errors(f"receive from stage {source.stage}"):
             if action not in self._posted:  # its spec was not known
+                if self._world.is_simulated:
+                    raise UnknownHiddenState
                 header = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
                 self._irecv(header, source.stage, action.stage).wait()
                 code, dims, *sizes = header.tolist()
-                self._specs[action.stage, _shapes(micros[action.micro])] = torch.Size(sizes[:dims]), _DTYPES[code]
+                self.hidden_states[action.stage, _shapes(micros[action.micro])] = (
+                    torch.Size(sizes[:dims]),
+                    _DTYPES[code],
+                )
                 self._post_next([action], micros)
             work, buffer = self._posted.pop(action)
             work.wait()
@@ -241,17 +256,17 @@ class PipelineExecutor:
 
     def _send_hidden(self, action: Action, hidden: Tensor, micros: Sequence[Micro]) -> None:
         key, spec = (action.stage + 1, _shapes(micros[action.micro])), (hidden.shape, hidden.dtype)
-        if key not in self._specs:
+        if key not in self.hidden_states:
             _check(hidden)
-            self._specs[key] = spec
+            self.hidden_states[key] = spec
             if self._rank_of_stage[action.stage + 1] != self._rank:
                 header = [_DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
                 header += [0] * (_MAX_DIMS + 2 - len(header))
                 self._start_send(torch.tensor(header), action.stage, action.stage + 1)
-        elif self._specs[key] != spec:
+        elif self.hidden_states[key] != spec:
             raise PlanError(
                 given=f"a hidden state of {list(spec[0])} {spec[1]} behind stage {action.stage}, before "
-                f"{list(self._specs[key][0])} {self._specs[key][1]} from inputs of the same shapes",
+                f"{list(self.hidden_states[key][0])} {self.hidden_states[key][1]} from inputs of the same shapes",
                 rule="the shape of what stages pass on follows from the shapes of the inputs",
                 consequence="the next stage would not know how much to receive",
                 nearest="plan.pp=1, or inputs whose shapes say it",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode  # has no public name; torch 2.13 tested
 
 from unisono.parallel.hooks import wrap_forward
 
@@ -59,7 +60,8 @@ class TensorParallelRNG:
         wrap_forward(module, restoring)
 
     def _begin(self, device: torch.device) -> None:
-        if self._common is not None:
+        # a step traced with fake tensors draws nothing
+        if self._common is not None or active_fake_mode() is not None:
             return
         self._generator = _generator(device)
         self._common = self._generator.get_state()

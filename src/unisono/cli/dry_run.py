@@ -1,0 +1,108 @@
+"""``unisono train --dry-run``: a step of some ranks, traced here without values, and the memory that each would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.common import print_result
+from unisono.config import Resolved
+from unisono.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from unisono.plan.plan import Plan
+    from unisono.train.dry_run import RankMemory
+
+_GIB = 2**30
+
+
+def dry_run(resolved: Resolved[RunConfig], processes: int | None, ranks: Sequence[int], *, as_json: bool) -> None:
+    """Trace ``ranks`` of a job of ``processes`` (by default one of each pipeline stage), and print their memory."""
+    from unisono.device.torch_adapters import adapter_of
+    from unisono.dist import JobSpec, World
+    from unisono.observe.events import EventLog
+    from unisono.observe.host_memory import host_memory_limit_bytes
+    from unisono.train.build import build_data, build_trainer, resolve_run
+    from unisono.train.setup import resolve_plan
+
+    world = World.alone(JobSpec())
+    resolved = resolve_run(resolved, world)
+    config = resolved.value
+    config = replace(
+        config,
+        plan=replace(config.plan, compile="off"),
+        run=replace(config.run, resume="never"),
+        loader=replace(config.loader, num_workers=0),
+    )
+    device, plan = resolve_plan(config.plan, JobSpec(world_size=processes or _processes(config)))
+    memory = adapter_of(device)[0].memory(device.index or 0)
+    limit = host_memory_limit_bytes() if memory is None else memory.limit_bytes
+    with (
+        TemporaryDirectory(prefix="unisono-dry-run-") as folder,
+        EventLog(Path(folder) / "events.jsonl", rank=0, run_id="dry-run", attempt=1) as events,
+    ):
+        data = build_data(config)
+        trainer = build_trainer(config, data, plan, world=world, events=events, provenance={}, builds_early=False)
+        traced = trainer.dry_run(plan.mesh.world_size, ranks)
+    print_result(as_json, _as_json(plan, traced, limit), _lines(plan, traced, str(device), limit))
+
+
+def _processes(config: RunConfig) -> int:
+    """The ranks that a whole strategy file is for; else those that ``unisono train`` would start."""
+    from unisono.plan.plan import Plan, is_whole, read_strategy_file
+
+    if config.plan.file and is_whole(read_strategy_file(Path(config.plan.file))):
+        return Plan.load(Path(config.plan.file)).mesh.world_size
+    return max(1, config.launch.num_processes)
+
+
+def _as_json(plan: Plan, traced: Sequence[RankMemory], limit_bytes: int) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": rank.rank,
+            "stages": list(rank.stages),
+            "parameters_bytes": rank.ledger.parameter_bytes,
+            "gradients_bytes": rank.ledger.gradient_bytes,
+            "optimizer_bytes": rank.ledger.state_bytes,
+            "peak_bytes": rank.peak.bytes,
+            "peak_phase": rank.peak.kind,
+            "peak_operator": rank.peak.operator,
+            "peak_bytes_by_kind": rank.peak.by_kind,
+        }
+        for rank in traced
+    ]
+    return {"plan": plan.to_json(), "processes": plan.mesh.world_size, "limit_bytes": limit_bytes, "ranks": ranks}
+
+
+def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: int) -> Iterator[str]:
+    yield f"{plan.describe()}"
+    yield f"a step traced on {device} without values; nothing was trained. GiB of tensors:"
+    yield ""
+    staged = any(rank.stages for rank in traced)
+    head = ["rank", *(["stages"] if staged else []), "parameters", "gradients", "optimizer", "peak", "peak at"]
+    rows = [
+        [
+            str(rank.rank),
+            *([",".join(map(str, rank.stages))] if staged else []),
+            *(f"{size / _GIB:.4g}" for size in (rank.ledger.parameter_bytes, rank.ledger.gradient_bytes)),
+            f"{rank.ledger.state_bytes / _GIB:.4g}",
+            f"{rank.peak.bytes / _GIB:.4g}",
+            f"{rank.peak.operator} ({rank.peak.kind})",
+        ]
+        for rank in traced
+    ]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+    yield ""
+    largest = max(traced, key=lambda rank: rank.peak.bytes)
+    held = ", ".join(
+        f"{kind} {size / _GIB:.4g}"
+        for kind, size in sorted(largest.peak.by_kind.items(), key=lambda item: -item[1])
+        if size
+    )
+    yield f"rank {largest.rank} at its peak: {held}"
+    yield f"memory here: {limit_bytes / _GIB:.4g}; beside tensors, processes, kernels and communicators take some"

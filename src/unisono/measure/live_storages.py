@@ -1,0 +1,132 @@
+"""Memory of a computation as the bytes of its tensors' storages, at every operation: with values, or traced without."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # has no public name; torch 2.13 tested
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree  # has no public name either
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The place in a computation where the most bytes were alive.
+
+    Attributes:
+        bytes: Of all storages.
+        by_kind: Of the storages of each kind (``LiveStorages.kind``).
+        operator: The operation, such as ``aten.mm.default``.
+        kind: ``LiveStorages.kind`` then.
+    """
+
+    bytes: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict[str, int])
+    operator: str = ""
+    kind: str = ""
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages of all tensors that operations inside read or make, until they are freed.
+
+    A storage counts once, however many tensors view it, and as large as it is at the time: FSDP2 frees its gathered parameters by
+    ``UntypedStorage.resize_``. What a kernel allocates for itself is not seen. Tensors on the meta device have no bytes. Under a
+    ``FakeTensorMode`` that was entered before, only tensors of that mode count; without, only tensors with values.
+
+    Attributes:
+        kind: Kind of the storages that are seen first from now on, such as the phase of a step. ``mark`` gives others.
+        now_bytes: Bytes that are alive.
+        peak: Where the most bytes were alive since the last ``reset_peak``.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.kind = ""
+        self.now_bytes, self.peak = 0, Peak()
+        self._fake = fake
+        self._bytes: dict[int, int] = {}  # by address of the storage
+        self._kinds: dict[int, str] = {}
+        self._by_kind: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        self._resize = torch.UntypedStorage.resize_
+        original, note = self._resize, self._note_size
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            note(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]  # no operation tells of it
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Give the storages of ``tensors`` a kind."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if tensor is None or not self._counts(tensor):
+                continue
+            self._see(tensor)
+            key = _address(tensor.untyped_storage())
+            self._by_kind[self._kinds[key]] -= self._bytes[key]
+            self._by_kind[kind] += self._bytes[key]
+            self._kinds[key] = kind
+
+    def reset_peak(self) -> None:
+        """Begin a new peak, with what is alive now."""
+        self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and self._counts(tensor):
+                self._see(tensor)
+        if self.now_bytes > self.peak.bytes:
+            self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=str(func), kind=self.kind)
+        return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout != torch.strided:
+            return False
+        fake = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        return fake is self._fake
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = _address(storage)
+        if key in self._bytes:
+            self._note_size(storage)
+            return
+        self._bytes[key], self._kinds[key] = storage.nbytes(), self.kind
+        self._add(key, storage.nbytes())
+        weakref.finalize(storage, self._forget, key)
+
+    def _note_size(self, storage: Any) -> None:
+        key = _address(storage)
+        if key in self._bytes and (more := storage.nbytes() - self._bytes[key]):
+            self._bytes[key] += more
+            self._add(key, more)
+
+    def _add(self, key: int, size: int) -> None:
+        self.now_bytes += size
+        self._by_kind[self._kinds[key]] += size
+
+    def _forget(self, key: int) -> None:
+        self._add(key, -self._bytes.pop(key))
+        del self._kinds[key]
+
+
+def _address(storage: Any) -> int:
+    return storage._cdata

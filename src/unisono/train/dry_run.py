@@ -1,0 +1,239 @@
+"""Steps of single ranks of a job, traced without values on one device: what each rank would hold in memory, and when most.
+
+The run's own code is run, with fake tensors, in a world of which this process is the only rank. No number is derived a second
+time, so that a trace cannot drift from what a run does. What a trace does not see: memory that kernels and communicators take
+for themselves, what the allocator keeps, and all else that the process holds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 tested
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+
+from unisono.dist import JobSpec
+from unisono.dist.simulated_world import simulated_world
+from unisono.errors import ConfigError
+from unisono.measure.live_storages import LiveStorages, Peak
+from unisono.observe.events import EventLog
+from unisono.observe.meters import StepTimers
+from unisono.parallel.deferred_init import deferred_init
+from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
+from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
+from unisono.train.loop_assembly import build_train_step
+from unisono.train.objectives import as_objective
+from unisono.train.setup import resolve_plan
+from unisono.train.state import TrainState
+from unisono.train.whole_model import empty_copy
+
+# the first creates the optimizer's state, the second is like all others
+STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Memory of one rank, of a step after the first.
+
+    Attributes:
+        rank: The rank.
+        stages: Numbers of its pipeline stages, from 0; none without a pipeline.
+        ledger: What the plan says of parameters, gradients and the optimizer's state.
+        peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
+            ``batch``; ``buffers`` of collectives; and the phase of the step in which others were made, such as ``forward``.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    ledger: MemoryLedger
+    peak: Peak
+
+
+def ranks_to_trace(plan: Plan) -> list[int]:
+    """One rank of each place in the pipeline; others differ at most by the rows that parameters do not divide into evenly."""
+    places = (coordinates_of(plan, rank) for rank in range(plan.mesh.world_size))
+    return [rank for rank, place in enumerate(places) if not any(place[axis] for axis in place if axis != "pp")]
+
+
+def trace_ranks(
+    given: RunInputs, options: Plan | PlanOptions, world_size: int, ranks: Sequence[int] = ()
+) -> list[RankMemory]:
+    """Trace steps of ``ranks`` of a job of ``world_size``; by default ``ranks_to_trace``.
+
+    The samples of the first step are read, by this process alone. Blocks are not compiled: compiled, they mostly take less.
+
+    Raises:
+        ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
+        PlanError: The plan does not fit the ranks, the model or the batch.
+    """
+    plan = resolve_plan(options, JobSpec(world_size=world_size))[1]
+    plan = replace(plan, backend=replace(plan.backend, compile="off"))
+    if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
+        raise ConfigError(
+            given=f"rank {outside[0]} of a job of {world_size}",
+            rule=f"ranks are 0 to {world_size - 1}",
+            consequence="nothing was traced",
+            nearest=f"rank {world_size - 1}",
+        )
+    if plan.sync.kind == "dist_async":
+        raise ConfigError(
+            given="a dry run with plan.sync 'dist_async'",
+            rule="a worker of parameter servers steps at its own pace with what the servers hold",
+            consequence="nothing was traced",
+            nearest="plan.sync=dist_sync, whose ranks also hold the optimizer's state",
+        )
+    wanted = list(ranks) or ranks_to_trace(plan)
+    # a stage is traced once the stage before it has shown what it passes on
+    hidden: HiddenStates = {}
+    waiting, traced = _ranks_that_show(plan, wanted), dict[int, RankMemory]()
+    while waiting:
+        known, late = len(hidden), list[int]()
+        for rank in waiting:
+            try:
+                traced[rank] = _trace_rank(given, plan, rank, hidden)
+            except UnknownHiddenState:
+                late.append(rank)
+        assert len(late) < len(waiting) or len(hidden) > known, "no stage shows what it passes on"
+        waiting = late
+    return [traced[rank] for rank in wanted]
+
+
+def _ranks_that_show(plan: Plan, wanted: Sequence[int]) -> list[int]:
+    """``wanted``, behind ranks of the other places in the pipeline: the stages of ``wanted`` need what those pass on."""
+    if plan.mesh.pp == 1:
+        return list(wanted)
+    places = {coordinates_of(plan, rank)["pp"]: rank for rank in [*ranks_to_trace(plan), *wanted]}
+    return list(dict.fromkeys([*(places[place] for place in sorted(places)), *wanted]))
+
+
+def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -> RankMemory:
+    """Trace one rank. ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added.
+
+    Raises UnknownHiddenState if it receives another one.
+    """
+    resources: list[Any] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="unisono-dry-run-")))
+        world = stack.enter_context(simulated_world(rank, plan.mesh.world_size))
+        device, plan = resolve_plan(plan, world.job)
+        events = stack.enter_context(EventLog(folder / "events.jsonl", rank=rank, run_id="dry-run", attempt=1))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        live = LiveStorages(fake)
+        live.kind = "buffers"
+        inputs = replace(
+            given,
+            run_dir=folder,
+            objective=as_objective(given.given_objective, lambda: None),
+            input=replace(given.input, options=replace(given.input.options, num_workers=0)),
+        )
+        stack.enter_context(_explain_values())
+        if not plan.is_model_sharded or isinstance(inputs.model, nn.Module):
+            model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
+            with fake, live:
+                inputs = replace(inputs, model=empty_copy(model, device))
+        inputs = inputs.with_steps(plan)
+        stack.callback(lambda: [resource.close() for resource in resources])
+        stack.enter_context(fake)
+        stack.enter_context(live)
+        store = agree_on_run(inputs, plan, world)
+        stack.callback(store.close)
+        parts = assemble(
+            inputs,
+            plan,
+            world=world,
+            store=store,
+            device=device,
+            events=events,
+            stop_notice=None,
+            resources=resources,
+        )
+        pipeline = parts.sharded.pipeline
+        if pipeline is not None:
+            pipeline.hidden_states.update(hidden)
+        try:
+            return _trace_steps(parts, fake, live)
+        finally:
+            if pipeline is not None:
+                hidden.update(pipeline.hidden_states)
+
+
+def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> RankMemory:
+    train_step, stages = build_train_step(parts), parts.sharded.parallel.stages
+    with unset_fake_temporarily(), closing(parts.loader.iterate(0, 1)) as steps:
+        batch = next(steps)
+
+    with phases_as_kinds(live, parts.timers):
+        for _ in range(STEPS):
+            live.kind = "batch"
+            micro_batches = [
+                {name: fake.from_tensor(value) for name, value in micro.items()} for micro in batch.micro_batches
+            ]
+            begin_step(live, parts.built.model, parts.state)
+            train_step.run(replace(batch, micro_batches=micro_batches))
+            del micro_batches
+    return RankMemory(
+        rank=parts.world.job.rank,
+        stages=() if stages is None else stages.stage_ids,
+        ledger=parts.ledger,
+        peak=live.peak,
+    )
+
+
+def phases_as_kinds(live: LiveStorages, timers: StepTimers) -> AbstractContextManager[None]:
+    """Inside, storages that are made in a phase of a step have its name as their kind; ``update`` for the phase ``optimizer``."""
+    return timers.wrapped(lambda name, phase: _Phase(live, "update" if name == "optimizer" else name, phase))
+
+
+def begin_step(live: LiveStorages, model: nn.Module, state: TrainState) -> None:
+    """Begin the peak of a step, with what is alive before it: parameters, the optimizer's state, the batch."""
+    live.mark([*model.parameters(), *model.buffers()], "parameters")
+    live.mark(state.optimizer.state_tensors(state.sharded.parameters).values(), "optimizer")
+    gc.collect()  # cycles of Python objects would keep tensors of the step before
+    live.reset_peak()
+
+
+@dataclass(slots=True)
+class _Phase:
+    """A phase of ``StepTimers``, entered many times, whose name is the kind of the storages that are made in it."""
+
+    live: LiveStorages
+    name: str
+    phase: AbstractContextManager[None]
+    outer: list[str] = field(default_factory=list[str])
+
+    def __enter__(self) -> None:
+        self.outer.append(self.live.kind)
+        self.live.kind = self.name
+        self.phase.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.phase.__exit__(*error)
+        self.live.kind = self.outer.pop()
+
+
+@contextmanager
+def _explain_values() -> Generator[None]:
+    """Raise ConfigError for code that asks for the value of a tensor."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            given=f"a model, objective or optimizer that calls {error.func}",
+            rule="a dry run has shapes and no values: how it goes on must not depend on the value of a tensor",
+            consequence="nothing was traced",
+            nearest="a run of a few steps: unisono train --set train.steps=3",
+        ) from error

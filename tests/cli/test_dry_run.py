@@ -1,0 +1,85 @@
+"""``unisono train --dry-run``: what it prints and refuses. Its numbers: tests/parallel/test_dry_run.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Desk
+
+SMALL = ("model.dim=16", "model.num_heads=2", "data.seq_len=16")
+
+
+def traced(desk: Desk, *arguments: str, settings: tuple[str, ...] = (), code: int = 0):
+    sets = [f"--set={setting}" for setting in (*SMALL, *settings)]
+    outcome = desk.here("train", "--dry-run", *arguments, *sets)
+    assert outcome.code == code, outcome.err or outcome.out
+    return outcome
+
+
+def test_each_stage_has_a_row_and_nothing_is_written(desk: Desk) -> None:
+    settings = ("plan.pp=2", "plan.dp_shard=2", "plan.micro_batch=1", "run.dir=nowhere")
+    shown = traced(desk, "--processes", "4", settings=settings)
+    rows = [line.split() for line in shown.out.splitlines() if line[:1].isdigit() and " x cpu" not in line]
+    assert [row[:2] for row in rows] == [["0", "0"], ["2", "1"]]
+    assert not (desk.folder / "nowhere").exists()
+
+
+def test_one_process_holds_the_whole_model(desk: Desk) -> None:
+    outcome = json.loads(traced(desk, "--json").out)
+    (rank,) = outcome["ranks"]
+    assert outcome["processes"] == 1
+    # AdamW: two moments of each parameter and a step count for each of the parameters' tensors
+    assert rank["gradients_bytes"] == rank["parameters_bytes"]
+    assert 0 <= rank["optimizer_bytes"] - 2 * rank["parameters_bytes"] < 4 * 100
+    assert rank["peak_bytes"] == sum(rank["peak_bytes_by_kind"].values()) > 4 * rank["parameters_bytes"]
+    assert rank["peak_bytes_by_kind"]["optimizer"] == rank["optimizer_bytes"]
+
+
+def test_a_rank_can_be_chosen_and_its_shard_is_smaller(desk: Desk) -> None:
+    one = json.loads(traced(desk, "--json").out)["ranks"][0]
+    settings = ("plan.dp_shard=16", "plan.global_batch=16")
+    (rank,) = json.loads(traced(desk, "--json", "--processes=16", "--rank=15", settings=settings).out)["ranks"]
+    assert rank["rank"] == 15
+    assert rank["parameters_bytes"] < one["parameters_bytes"] / 8
+
+
+def test_a_strategy_file_says_how_many_ranks(desk: Desk) -> None:
+    desk.here("plan", "export", "--processes=6", "--set=plan.global_batch=6")
+    assert json.loads(traced(desk, "--plan=plan.json", "--json").out)["processes"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        (("--rank=2", "--processes=2"), (), "rank 2 of a job of 2"),
+        ((), ("plan.sync=dist_async",), "dist_async"),
+        (("--processes=3",), ("plan.tp=2",), "the product of the mesh axes"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(desk: Desk, arguments, settings, said: str) -> None:
+    assert said in traced(desk, *arguments, settings=settings, code=2).err
+
+
+def test_ranks_without_a_dry_run_are_refused(desk: Desk) -> None:
+    assert "without --dry-run" in desk.here("train", "--processes=2").err
+
+
+def test_code_that_reads_values_is_refused(desk: Desk) -> None:
+    Path(desk.folder / "own.py").write_text(
+        """
+import torch
+from unisono.train.config import Model, RunConfig
+
+def objective(outputs, batch):
+    losses = outputs["logits"].float().sum()
+    return (losses if losses.item() > 0 else -losses), torch.tensor(1.0)
+
+def config():
+    return RunConfig(components=Model(objective=objective))
+"""
+    )
+    shown = desk.here("train", "own.py", "--trust-python", "--dry-run")
+    assert shown.code == 2
+    assert "must not depend on the value of a tensor" in shown.err
