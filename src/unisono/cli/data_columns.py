@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable, with_places
+from unisono.cli.data_common import with_places
+from unisono.cli.job_progress import resumable
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:

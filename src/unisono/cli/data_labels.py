@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import (
+from unisono.cli.data_common import (
     IMAGE_NEAR,
     compares,
     duplicate_options,
-    resumable,
     unreadable_lines,
     with_places,
     works_in,
 )
+from unisono.cli.job_progress import resumable
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 

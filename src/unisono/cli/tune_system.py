@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
-from unisono.cli.data_quality import resumable
+from unisono.cli.common import every_verb, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.tune_trials import identity_of
 from unisono.config.values import literal
@@ -73,8 +73,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
     quiet = {name: value for name, value in QUIET.items() if name in settings}
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
-    trust = ["--trust-python"] if is_python_trusted() else []
-    given = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    given = train_arguments(files, overrides)
     numbers = count(1)
     make_folder(folder)
     lock = FolderLock(folder / ".lock", work="tries settings", nearest="wait for its end, or another folder (--out)")
