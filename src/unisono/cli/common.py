@@ -50,7 +50,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-def every_verb(function: F) -> F:
+def common_options(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from unisono.cli.common import FiniteRange, every_verb, print_result, trust_arguments, trusts_python
+from unisono.cli.common import FiniteRange, common_options, print_result, trust_arguments, trusts_python
 from unisono.cli.termination import sigterm_interrupts
 
 
@@ -39,7 +39,7 @@ from unisono.cli.termination import sigterm_interrupts
     help="With --first-difference, most seconds of one replay.",
 )
 @trusts_python
-@every_verb
+@common_options
 def command(
     run_dirs: tuple[str, ...],
     max_ratio: tuple[str, ...],

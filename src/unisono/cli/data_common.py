@@ -32,7 +32,7 @@ COLUMN = click.option(
 )
 
 
-def works_in(function: F) -> F:
+def worker_options(function: F) -> F:
     """Decorator that adds ``--workers`` and ``--ray``; ``workers`` is the one of them that is given, an int or a string."""
 
     @wraps(function)
@@ -64,10 +64,10 @@ def works_in(function: F) -> F:
     return cast(F, with_workers)
 
 
-def compares(function: F) -> F:
+def text_duplicate_options(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
-        works_in,
+        worker_options,
         ON_ERROR,
         COLUMN,
         click.option(
@@ -101,7 +101,7 @@ IMAGE_NEAR = click.option(
 )
 
 
-def compares_images(function: F) -> F:
+def image_duplicate_options(function: F) -> F:
     """Decorator that adds the options by which images are compared."""
     crops = click.option(
         "--crops/--no-crops",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, fractions, print_result
+from unisono.cli.common import common_options, fractions, print_result
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import DataError
@@ -96,7 +96,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 )
 @_option("rows python", "--schema", metavar="NAME=TYPE[DIMS],…", help="types of the fields; ? is any size.")
 @_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
-@every_verb
+@common_options
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
     """Pack SOURCE into TARGET, which is complete or absent. After a kill, the same command continues where it stopped.
 

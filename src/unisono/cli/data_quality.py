@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, fractions, print_result
+from unisono.cli.common import common_options, fractions, print_result
 from unisono.cli.data_common import (
     COLUMN,
     ON_ERROR,
-    compares,
-    compares_images,
     duplicate_options,
+    image_duplicate_options,
+    text_duplicate_options,
     unreadable_lines,
     with_places,
-    works_in,
+    worker_options,
 )
 from unisono.cli.job_progress import resumable
 
@@ -42,9 +42,9 @@ _INDEX_ONLY = click.option(
 @_INPUTS
 @_OUT
 @_INDEX_ONLY
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def dedup_documents(
     inputs: tuple[Path, ...],
     out: Path,
@@ -103,8 +103,8 @@ def dedup_documents(
 @ON_ERROR
 @_INDEX_ONLY
 @COLUMN
-@works_in
-@every_verb
+@worker_options
+@common_options
 def clean_documents(
     inputs: tuple[Path, ...],
     out: Path,
@@ -165,9 +165,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.option(
     "--out", type=click.Path(path_type=Path), help="A new folder for a report and the numbers of rows without leaks."
 )
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def find_leaking(
     train: Path,
     others: tuple[Path, ...],
@@ -218,9 +218,9 @@ def find_leaking(
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
 @click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
 @_INDEX_ONLY
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def split_documents(
     inputs: tuple[Path, ...],
     out: Path,

@@ -19,7 +19,15 @@ from typing import NoReturn
 
 import click
 
-from unisono.cli.common import LOG, every_verb, load_run_config, log_level, print_json, takes_config, trust_arguments
+from unisono.cli.common import (
+    LOG,
+    common_options,
+    load_run_config,
+    log_level,
+    print_json,
+    takes_config,
+    trust_arguments,
+)
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
@@ -37,7 +45,7 @@ from unisono.train.config import RunConfig
 @takes_config
 @click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
 @click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
-@every_verb
+@common_options
 def command(
     config: tuple[str, ...], overrides: tuple[str, ...], plan_file: str | None, debug: bool, as_json: bool
 ) -> int:

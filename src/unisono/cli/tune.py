@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.common import FiniteRange, common_options, load_run_config, print_result, takes_config, train_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
 from unisono.cli.tune_system import system
-from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
+from unisono.cli.tune_transfer import read_transfer, transfer_options, with_check
 from unisono.cli.tune_trials import check_searched, identity_of, require_new, run_trials, unused_run_dir
 from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import toml_value
@@ -79,8 +79,8 @@ command.add_command(system)
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
-@takes_transfer
-@every_verb
+@transfer_options
+@common_options
 def params(
     config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
@@ -162,8 +162,8 @@ def params(
     type=click.IntRange(min=10, max=100_000),
     help="Training steps; the rate rises at each.",
 )
-@takes_transfer
-@every_verb
+@transfer_options
+@common_options
 def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find the range of learning rates: one training whose rate rises at every step until the loss rises too.
 
@@ -230,7 +230,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     type=click.IntRange(min=1),
     help="Largest micro-batch to try.",
 )
-@every_verb
+@common_options
 def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_micro_batch: int, as_json: bool) -> None:
     """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
 

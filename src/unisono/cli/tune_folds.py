@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config, trust_arguments
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config, trust_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Write losses.safetensors: the loss of each sample, and the probability of each class, from the model that held it out.",
 )
-@every_verb
+@common_options
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each fold of data.train that is held out; mean and spread of a metric.
 

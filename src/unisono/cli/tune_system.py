@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config, train_arguments
 from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.tune_trials import identity_of
@@ -42,7 +42,7 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
 @click.option(
     "--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting."
 )
-@every_verb
+@common_options
 def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find settings with which steps are faster: precision, compilation, workers, threads, allocator, micro-batch.
 

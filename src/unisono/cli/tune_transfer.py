@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_transfer(function: F) -> F:
+def transfer_options(function: F) -> F:
     """Decorator that adds ``--transfer`` and ``--proxy-width``; ``read_transfer`` reads them."""
     function = click.option(
         "--proxy-width",

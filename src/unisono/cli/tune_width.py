@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_trials import unused_run_dir
@@ -34,7 +34,7 @@ from unisono.storage.directory import make_folder
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=1, max=100), help="Trainings of each width."
 )
-@every_verb
+@common_options
 def coordinates(
     config: tuple[str, ...],
     overrides: tuple[str, ...],
