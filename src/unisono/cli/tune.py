@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.common import FiniteRange, common_options, load_run_config, print_result, takes_config, train_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
 from unisono.cli.tune_system import system
-from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
-from unisono.cli.tune_trials import check_searched, identity_of, make_trials, require_new
+from unisono.cli.tune_transfer import read_transfer, transfer_options, with_check
+from unisono.cli.tune_trials import check_searched, identity_of, require_new, run_trials, unused_run_dir
 from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
@@ -75,12 +75,12 @@ command.add_command(system)
 @click.option(
     "--max-device-s",
     type=FiniteRange(min=0, min_open=True),
-    help="No trial begins once all have used so many seconds times processes.",
+    help="No trial begins once all have used so many device-seconds (processes x seconds).",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampler.")
-@takes_transfer
-@every_verb
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
+@transfer_options
+@common_options
 def params(
     config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
@@ -103,14 +103,16 @@ def params(
     if options["sampler"] == "grid":
         grid_size(searched)
     files = [os.path.abspath(path) for path in config]
-    resolved = check_searched(files, overrides, {name: parameter.ends() for name, parameter in searched.items()}, out)
+    resolved = check_searched(
+        files, overrides, {name: parameter.checked_values() for name, parameter in searched.items()}, out
+    )
     settings, identity = list(overrides), identity_of(resolved)
-    none = out.absolute() / "trials" / "none"
-    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], none)
+    unused = unused_run_dir(out)
+    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], unused)
     if transfer is not None:
         require_transferred(searched)
         settings += transfer.proxy_overrides()
-        resolved = load_run_config(files, [*settings, f"run.dir={none}"], is_shown=True)
+        resolved = load_run_config(files, [*settings, f"run.dir={unused}"], is_shown=True)
         identity = {**transfer.identity(), **identity_of(resolved)}
     if options["maximize"] is None:
         options["maximize"] = larger_is_better(options["metric"])
@@ -123,7 +125,7 @@ def params(
         if transfer is not None:
             transfer = with_check(transfer, out, files, overrides, as_json=as_json)
         if transfer is None or transfer.holds:
-            make_trials(
+            run_trials(
                 study,
                 out,
                 resolved,
@@ -160,8 +162,8 @@ def params(
     type=click.IntRange(min=10, max=100_000),
     help="Training steps; the rate rises at each.",
 )
-@takes_transfer
-@every_verb
+@transfer_options
+@common_options
 def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find the range of learning rates: one training whose rate rises at every step until the loss rises too.
 
@@ -200,21 +202,20 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
         page = folder / CHECK_FOLDER / "report.html"
         print_result(as_json, {**result, "report": str(page)}, [transfer.verdict(), f"report: {page}"])
         raise SystemExit(1)
-    trust = ["--trust-python"] if is_python_trusted() else []
     with sigterm_interrupts():
         found = run_range_test(
             folder.absolute() / "run",
-            [*files, *trust, *(f"--set={text}" for text in texts)],
+            train_arguments(files, texts),
             steps=steps,
-            tell=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
+            on_step=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
         )
     write_range_page(folder / "report.html", found, transfer)
     lines, base = [range_verdict(found)], ""
     if transfer is not None:
         lines.append(transfer.verdict())
         base = f" --set model.mup_base_dim={transfer.proxy_width}"
-    if found.steepest is not None:
-        lines.append(f"unisono train … --set optim.lr={found.steepest:.2g}{base}")
+    if found.suggested_lr is not None:
+        lines.append(f"unisono train … --set optim.lr={found.suggested_lr:.2g}{base}")
     lines.append(f"report: {folder / 'report.html'}")
     print_result(as_json, {**result, "report": str(folder / "report.html"), **found.to_json()}, lines)
 
@@ -222,9 +223,15 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
 @command.command("batch")
 @takes_config
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder for the page; a new one.")
-@click.option("--most", default=1024, show_default=True, type=click.IntRange(min=1), help="Largest micro-batch to try.")
-@every_verb
-def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: int, as_json: bool) -> None:
+@click.option(
+    "--max-micro-batch",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Largest micro-batch to try.",
+)
+@common_options
+def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_micro_batch: int, as_json: bool) -> None:
     """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
 
     Doubles the micro-batch until it does not fit, then bisects. A running job is not touched.
@@ -237,10 +244,9 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
     refuse_inside_a_job(folder)
     require_new(folder / "trials", out)
     files = [os.path.abspath(path) for path in config]
-    resolved = load_run_config(files, [*overrides, f"run.dir={folder / 'trials' / 'none'}"], is_shown=True)
+    resolved = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     ranks = resolved.value.launch.num_processes or max(1, count_accelerators())
-    trust = ["--trust-python"] if is_python_trusted() else []
-    arguments = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    arguments = train_arguments(files, overrides)
 
     def try_size(size: int) -> Probe:
         probe = probe_size(folder / "trials" / str(size), arguments, size, ranks, settings=resolved.encoded)
@@ -255,7 +261,7 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
         share = resolved.value.plan.global_batch // data_ranks(folder / "trials" / "1")
         found = find_largest(
             lambda size: first if size == 1 else try_size(size),
-            most=most,
+            max_micro_batch=max_micro_batch,
             share=max(1, share),
             on_host=count_accelerators() == 0,
         )
@@ -291,7 +297,7 @@ def _write(
 
     records, best = study.records(), study.best()
     importances = study.importances()
-    write_search_page(out / REPORT_FILE, space, chosen, records, importances, transfer)
+    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer)
     lines = [verdict(chosen, best)]
     if transfer is not None:
         lines.append(transfer.verdict())

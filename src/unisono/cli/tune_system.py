@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
-from unisono.cli.data_quality import resumable
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.tune_trials import identity_of
 from unisono.config.values import literal
@@ -42,7 +42,7 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
 @click.option(
     "--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting."
 )
-@every_verb
+@common_options
 def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find settings with which steps are faster: precision, compilation, workers, threads, allocator, micro-batch.
 
@@ -73,8 +73,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
     quiet = {name: value for name, value in QUIET.items() if name in settings}
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
-    trust = ["--trust-python"] if is_python_trusted() else []
-    given = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    given = train_arguments(files, overrides)
     numbers = count(1)
     make_folder(folder)
     lock = FolderLock(folder / ".lock", work="tries settings", nearest="wait for its end, or another folder (--out)")
@@ -94,22 +93,29 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
             run_dir = trainings / str(next(numbers))
             arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
             outcome = train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
-            record.rank_batch = record.rank_batch or outcome.rank_batch()  # the first training has no changes
+            if record.micro_batch is None:  # the first training has no changes
+                record.micro_batch, record.accumulation = outcome.micro_batch(), outcome.accumulation()
             return outcome
 
         def candidates() -> Iterator[Candidate]:
             yield from first
-            if not options["tries"] and record.rank_batch is not None:
-                yield from micro_batch_candidates(record.rank_batch)
+            if not options["tries"] and record.micro_batch is not None and record.accumulation is not None:
+                yield from micro_batch_candidates(record.micro_batch, record.accumulation)
 
-        def tell(comparison: Comparison) -> None:
+        def on_comparison(comparison: Comparison) -> None:
             record.comparisons.append(comparison)
             write_sweep(folder, base, record, own)
             if not as_json:
                 echo(printable(f"{comparison.name}={comparison.value}: {comparison.words}"))
 
         with resumable(Path(out)):
-            sweep(train, candidates(), pairs=options["pairs"], tell=tell, made=tuple(record.comparisons))
+            sweep(
+                train,
+                candidates(),
+                pairs=options["pairs"],
+                on_comparison=on_comparison,
+                made=tuple(record.comparisons),
+            )
         overlay = write_sweep(folder, base, record, own)
     finally:
         shutil.rmtree(trainings, ignore_errors=True)

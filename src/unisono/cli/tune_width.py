@@ -1,4 +1,4 @@
-"""``unisono tune coordinates``: whether the first steps of a model change its activations alike at all widths."""
+"""``unisono tune coord-check``: whether the first steps of a model change its activations alike at all widths."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_trials import unused_run_dir
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
 from unisono.storage.directory import make_folder
 
 
-@click.command("coordinates")
+@click.command("coord-check")
 @takes_config
 @click.option(
     "--out", required=True, type=click.Path(file_okay=False), help="Folder for report.html and report.json; a new one."
@@ -33,7 +34,7 @@ from unisono.storage.directory import make_folder
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=1, max=100), help="Trainings of each width."
 )
-@every_verb
+@common_options
 def coordinates(
     config: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -71,11 +72,11 @@ def coordinates(
         "checkpoint.every_steps": 0,
         "components.callbacks": "",
     }
-    own = load_run_config(files, [*overrides, f"run.dir={folder / 'none'}"], is_shown=True)
+    own = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     if not own.value.components.schedule:
         quiet |= {**default_schedule(), "schedule.kind": "constant"}
     texts = [*overrides, *(f"{name}={toml_value(value)}" for name, value in quiet.items())]
-    given = load_run_config(files, [*texts, f"run.dir={folder / 'none'}"], is_shown=True)
+    given = load_run_config(files, [*texts, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     chosen = _read_widths(widths) if widths else default_widths(given.encoded)
     settings = [settings_of_width(given.encoded, width) for width in chosen]
     first_seed = given.value.run.seed
@@ -85,7 +86,7 @@ def coordinates(
                 files,
                 [
                     *texts,
-                    f"run.dir={folder / 'none'}",
+                    f"run.dir={unused_run_dir(folder)}",
                     *(f"{name}={value}" for name, value in each.items()),
                     f"run.seed={first_seed + number}",
                 ],
@@ -115,7 +116,7 @@ def coordinates(
     write_coordinates(folder, found)
     lines = [found.verdict(), f"report: {Path(out) / 'report.html'}"]
     if not found.is_flat and not found.base_dim:
-        lines.insert(1, f"unisono tune coordinates … --set model.mup_base_dim={chosen[0]}")
+        lines.insert(1, f"unisono tune coord-check … --set model.mup_base_dim={chosen[0]}")
     result: dict[str, Any] = {"out": out, "report": str(folder / "report.html"), **found.to_json()}
     print_result(as_json, result, lines)
     raise SystemExit(0 if found.is_flat else 1)
@@ -138,7 +139,7 @@ def _read_widths(text: str) -> list[int]:
     if len(widths) != len(parts) or len(widths) < FEWEST_WIDTHS or widths[0] < 1:
         raise ConfigError(
             given=f"--widths {text}",
-            rule=f"a slope is told from {FEWEST_WIDTHS} or more different whole numbers",
+            rule=f"a slope is estimated from {FEWEST_WIDTHS} or more different whole numbers",
             consequence="nothing was started",
             nearest="--widths 64,128,256",
         )
