@@ -123,6 +123,7 @@ def test_power_and_limit() -> None:
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
+        ('{"label": "a"}\n{"label": "b\\ud800"}\n', {"field": "label"}, "row 1, field 'label': .*lone surrogate"),
         ('{"label": "a"}\n{"label": ""}\n', {"field": "label", "max_repeats": 1}, "of which 1 have a label"),
     ],
 )
@@ -131,6 +132,13 @@ def test_what_is_refused(tmp_path: Path, content: str, options: dict[str, Any], 
     with pytest.raises(DataError, match=message):
         balance([tmp_path / "a.jsonl"], tmp_path / "out", **options)
     assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_other_fields_of_a_line_may_hold_any_value(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"label": "a", "s": NaN}\n{"label": null, "s": NaN}\n{"\\ud800": "\\udfff"}\n')
+    result = balance([tmp_path / "a.jsonl"], field="label")
+    assert counts_of(result) == {"a": 1}
+    assert result.unlabelled == 2
 
 
 def test_the_same_job_again_and_another_in_its_folder(tmp_path: Path) -> None:
