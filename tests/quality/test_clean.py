@@ -121,7 +121,7 @@ def test_other_fields_of_a_changed_line_stay_as_they_are(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_bytes(line)
     clean([tmp_path / "a.jsonl"], tmp_path / "out", RECIPE)
     assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == (
-        b'{"score":1.50,"text":"one  two\\nthree","big":12345678901234567890123,"meta":{"a": [null, 1e400]}}\n'
+        b'{"score": 1.50, "text": "one  two\\nthree", "big": 12345678901234567890123, "meta": {"a": [null, 1e400]}}\n'
     )
 
 
