@@ -13,6 +13,7 @@ from label_marks import mark, save_marks
 from pictures import jpeg, photograph
 
 from unisono.errors import ConfigError, DataError
+from unisono.quality import documents as documents_module
 from unisono.quality.clean import clean
 from unisono.quality.duplicates import sketch_folder
 from unisono.quality.labels.label_errors import find_label_errors
@@ -164,3 +165,18 @@ def test_a_folder_of_another_job_stays_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="results of other inputs or settings"):
         clean([source], tmp_path / "out", only_dedup(EXACT), skips_unreadable=True, index_only=True)
     assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".png"])
+def test_a_file_that_is_too_large_for_a_document(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", 9)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / f"a{suffix}").write_bytes(b"ten bytes.")
+    (folder / f"b{suffix}").write_bytes(b"9 bytes..")
+    recipe = only_dedup(EXACT)
+    with pytest.raises(DataError, match=rf"a{suffix}, of more than 9 bytes") as caught:
+        clean([folder], tmp_path / "out", recipe)
+    assert "--on-error skip" in str(caught.value)
+    assert clean([folder], tmp_path / "out", recipe, skips_unreadable=True).dropped["unreadable"] == 1
+    assert [path.name for path in (tmp_path / "out" / "data").iterdir()] == [f"b{suffix}"]

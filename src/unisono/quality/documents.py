@@ -421,8 +421,9 @@ def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
     raw = b""
     try:
-        with corpus.open(entry) as opened:
-            raw = opened.read()
+        if isinstance(found := _file_content(file, corpus, entry), DataError):
+            return found
+        raw = found
         return read_text(raw, python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
         return not_utf8_error(file.path, "", 0, raw) or refused(
@@ -430,13 +431,25 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         )
 
 
+def _file_content(file: InputFile, corpus: Corpus, entry: SourceFile) -> bytes | DataError:
+    """The bytes of a file that is one document. It is read into memory, so it has a limit, as a row of a table. Raises OSError."""
+    with corpus.open(entry) as opened:
+        raw = opened.read(MAX_RECORD_BYTES + 1)
+    if len(raw) <= MAX_RECORD_BYTES:
+        return raw
+    return refused(
+        f"{file.path}, of more than {MAX_RECORD_BYTES:,} bytes",
+        f"a document has at most {MAX_RECORD_BYTES:,} bytes, as it is read into memory",
+        "smaller files, or a table with a row for each part; --on-error skip leaves it out",
+    )
+
+
 def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
     if file.corpus_entry is not None:
         corpus, entry = file.corpus_entry
         try:
-            with corpus.open(entry) as opened:
-                yield opened.read()
+            yield _file_content(file, corpus, entry)
         except OSError as error:
             yield refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
