@@ -123,7 +123,11 @@ def test_power_and_limit() -> None:
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
-        ('{"label": "a"}\n{"label": "b\\ud800"}\n', {"field": "label"}, "row 1, field 'label': .*lone surrogate"),
+        (
+            '{"label": "a"}\n{"label": "b\\ud800"}\n',
+            {"field": "label"},
+            "row 1, field 'label': .*a lone surrogate at 1",
+        ),
         ('{"label": "a"}\n{"label": ""}\n', {"field": "label", "max_repeats": 1}, "of which 1 have a label"),
     ],
 )

@@ -28,8 +28,8 @@ from unisono.quality.options import (
     NormalizeOptions,
 )
 
-# BLAKE2b-128 of the outcome of ``outcome``, by version. A new outcome is a new line here and a new version in the code. With it come
-# texts of which it makes something else; outcomes of versions before it are of the texts of their time.
+# BLAKE2b-128 of the outcome of ``outcome``, by version. A new outcome is a new line here and a new version in the code. With it
+# come texts of which it makes something else; outcomes of versions before it are of the texts of their time.
 OUTCOMES = {
     1: "f252d75740d00c25411f2fe0671250ef",
     2: "557913d085a1380c10b52c5313a75340",

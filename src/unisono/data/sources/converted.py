@@ -110,7 +110,7 @@ def _in_utf8(text: str, name: str, number: int) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            given=f"row {number}, column {quoted(name)}: {describe_value(text)}, with a lone surrogate as character {error.start}",
+            given=f"row {number}, column {quoted(name)}: {describe_value(text)}, a lone surrogate at {error.start}",
             rule="text is Unicode, which UTF-8 can hold; a lone surrogate is half of a character",
             consequence="the text cannot be read for training",
             nearest="that row without it; of a text that documents are, unisono data clean removes it",
