@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_the_same_job_again_and_another_in_its_folder(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl")
     first = balance([path], tmp_path / "out", field="label")
     assert balance([path], tmp_path / "out", field="label") == first
-    assert "cat" in (tmp_path / "out" / "report.html").read_text()
+    assert re.search(r"<td[^>]*>cat</td>\s*<td[^>]*>60</td>", (tmp_path / "out" / "report.html").read_text())
     with pytest.raises(ConfigError, match="other inputs or settings"):
         balance([path], tmp_path / "out", field="label", power=0.5)
 
