@@ -187,7 +187,7 @@ def test_a_file_that_is_too_large_for_a_document(tmp_path: Path, suffix: str, mo
 def test_errors_name_the_way_out(tmp_path: Path) -> None:
     """Of a text that is not UTF-8, a broken or blank line, and a row without its label."""
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "code").write_bytes(b"caf\xe9")
+    (tmp_path / "raw" / "code").write_bytes(b"a\xe9")
     lines = write(tmp_path / "a.jsonl", {"text": "a"}, "{broken")
     blank = write(tmp_path / "b.jsonl", {"text": "a"}, "", {"text": "b"})
     for source in (tmp_path / "raw", tmp_path / "raw" / "code", lines, blank):
