@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,9 @@ from commands import Desk, events_of, make_desk
 from pictures import crop, jpeg, photograph, write_photographs
 from procs import wait_until
 
+from unisono.config import load_config
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.quality.options import CleanRecipe
 
 pytest.importorskip("rensa")
 
@@ -228,6 +233,21 @@ def test_a_run_records_the_recipe_of_its_data(desk: Desk, tmp_path: Path) -> Non
     plain = desk.train(tmp_path / "other")
     assert plain.code == 0, plain.err
     assert all("cleaning" not in event for event in events_of(tmp_path / "other"))
+
+
+def test_the_recipe_with_all_settings(desk: Desk) -> None:
+    """It is the default one; with each # before a setting removed it is that, too, and has every setting."""
+    text = desk.here("data", "recipe").out
+    assert desk.here("data", "recipe", "--json").json == {"toml": text.rstrip("\n")}
+    everything = re.sub(r"^# (\w+ = (?!\"other))", r"\1", text, flags=re.MULTILINE)
+    for name, content in (("default.toml", text), ("all.toml", everything)):
+        (desk.folder / name).write_text(content)
+        assert load_config(CleanRecipe, [desk.folder / name]).value == CleanRecipe()
+    named = tomllib.loads(everything)
+    for section in fields(CleanRecipe):
+        assert list(named[section.name]) == [setting.name for setting in fields(getattr(CleanRecipe(), section.name))]
+    wrong = desk.here("data", "clean", "a.jsonl", "--out", "out", "--set", "filter.min_wrds=3")
+    assert "try:  did you mean filter.min_words?; unisono data recipe prints all settings" in wrong.err
 
 
 def test_clean_by_language(desk: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,11 @@ def test_power_and_limit() -> None:
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
+        (
+            '{"label": "a"}\n{"label": "b\\ud800"}\n',
+            {"field": "label"},
+            "row 1, field 'label': .*a lone surrogate at 1",
+        ),
         ('{"label": "a"}\n{"label": ""}\n', {"field": "label", "max_repeats": 1}, "of which 1 have a label"),
     ],
 )
@@ -133,11 +139,18 @@ def test_what_is_refused(tmp_path: Path, content: str, options: dict[str, Any], 
     assert not (tmp_path / "out" / "report.json").exists()
 
 
+def test_other_fields_of_a_line_may_hold_any_value(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"label": "a", "s": NaN}\n{"label": null, "s": NaN}\n{"\\ud800": "\\udfff"}\n')
+    result = balance([tmp_path / "a.jsonl"], field="label")
+    assert counts_of(result) == {"a": 1}
+    assert result.unlabelled == 2
+
+
 def test_the_same_job_again_and_another_in_its_folder(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl")
     first = balance([path], tmp_path / "out", field="label")
     assert balance([path], tmp_path / "out", field="label") == first
-    assert "cat" in (tmp_path / "out" / "report.html").read_text()
+    assert re.search(r"<td[^>]*>cat</td>\s*<td[^>]*>60</td>", (tmp_path / "out" / "report.html").read_text())
     with pytest.raises(ConfigError, match="other inputs or settings"):
         balance([path], tmp_path / "out", field="label", power=0.5)
 

@@ -14,7 +14,9 @@ from unisono.config import load_config
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError
 from unisono.quality.clean import clean
+from unisono.quality.documents import find_documents
 from unisono.quality.duplicates import sketch_folder
+from unisono.quality.kept_rows import write_kept
 from unisono.quality.options import (
     CleanRecipe,
     DecontaminateOptions,
@@ -58,14 +60,40 @@ def test_texts_of_every_format(tmp_path: Path, suffix: str) -> None:
     assert result.dropped == {"filter.min_words": 1, "dedup.exact": 1, "dedup.near": 1}
 
 
-def test_a_field_whose_name_is_a_lone_surrogate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b'"\\ud800": 1',
+        b'"\xed\xa0\x80": 1',
+        b'"s": NaN,  "t": [Infinity, -Infinity]',
+        b'"s": "\\ud800", "n": 1.50, "o": {"a": null}',
+    ],
+)
+def test_all_other_bytes_of_a_changed_line_stay(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one two three four", "\\ud800": 1}\n')
-    assert clean([path], tmp_path / "same", RECIPE, column="text").kept == 1
-    path.write_text('{"text": "one two  three four\\r\\n", "\\ud800": 1}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, with a row whose fields cannot be written again"):
-        clean([path], tmp_path / "out", RECIPE, column="text")
-    assert clean([path], tmp_path / "index", RECIPE, column="text", index_only=True).kept == 1
+    path.write_bytes(b'{ %s ,"text": "one two\\u00a0three four\\r\\n"}\n' % rest)
+    result = clean([path], tmp_path / "out", RECIPE, column="text")
+    assert (result.kept, result.changed) == (1, 1)
+    assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == b'{ %s ,"text": "one two three four"}\n' % rest
+
+
+def test_lone_surrogates_in_a_text_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one two\\ud800 three four"}\n')
+    assert clean([path], tmp_path / "out", RECIPE).changed == 1
+    assert (tmp_path / "out" / "data" / "a.jsonl").read_text() == '{"text": "one two three four"}\n'
+
+
+def test_a_line_that_has_changed_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for content in ('{"other": 1}', '{"text": "on', "5"):
+        path.write_text('{"text": "one"}\n')
+        documents = find_documents([path], column="text")
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"a\.jsonl, row 0, which has changed meanwhile"):
+            write_kept(
+                documents, tmp_path / "out", np.ones(1, np.bool_), np.array([1]), [(0, b"two")], index_only=False
+            )
 
 
 def test_only_what_was_replaced_in_kept_documents_counts(tmp_path: Path) -> None:
@@ -93,7 +121,7 @@ def test_other_fields_of_a_changed_line_stay_as_they_are(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_bytes(line)
     clean([tmp_path / "a.jsonl"], tmp_path / "out", RECIPE)
     assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == (
-        b'{"score":1.50,"text":"one  two\\nthree","big":12345678901234567890123,"meta":{"a": [null, 1e400]}}\n'
+        b'{"score": 1.50, "text": "one  two\\nthree", "big": 12345678901234567890123, "meta": {"a": [null, 1e400]}}\n'
     )
 
 

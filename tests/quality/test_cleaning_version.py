@@ -28,8 +28,13 @@ from unisono.quality.options import (
     NormalizeOptions,
 )
 
-# BLAKE2b-128 of the outcome of ``outcome``, by version. A new outcome is a new line here and a new version in the code.
-OUTCOMES = {1: "f252d75740d00c25411f2fe0671250ef", 2: "557913d085a1380c10b52c5313a75340"}
+# BLAKE2b-128 of the outcome of ``outcome``, by version. A new outcome is a new line here and a new version in the code. With it
+# come texts of which it makes something else; outcomes of versions before it are of the texts of their time.
+OUTCOMES = {
+    1: "f252d75740d00c25411f2fe0671250ef",
+    2: "557913d085a1380c10b52c5313a75340",
+    3: "e31153b4eb89b00929f1a88334f38539",
+}
 
 PROSE = (
     "The garden behind the house was quiet, and the old man who had built it sat under the tree that he liked most. "
@@ -52,6 +57,9 @@ TEXTS = [
     f"{PROSE} The account is AT61 1904 3002 3457 3201 BIC: X, the key AKIAIOSFODNN7EXAMPLE.",
     f"{PROSE} Which of the planets of the sun has the most moons, and how many of them are larger than ours?",
     " ".join(["go on"] * 30 + [f"{'n' * 200}{number}" for number in range(2)]),
+    f"{PROSE} Write to jörg@müller.de, or to 张三@例子.中国 with\n-----BEGIN PRIVATE KEY-----\n{'MIIEvQIBADAN' * 4}\n",
+    f"{PROSE} \u0f40" + "\u0f73" * 40,
+    "清晨的海湾里停着一条旧船，水手们坐在甲板上等待涨潮，谁也没有说话。岸上先传来一阵钟声，随后又是一阵。",
     f"{PROSE}\ud800\u200b\x00 中文和日本語のテキスト {PROSE}",
 ]
 BENCHMARK = "Which of the planets of the sun has the most moons, and how many of them are larger than ours?"

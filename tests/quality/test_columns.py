@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unisono.data.convert.table_files import Table, write_table
 from unisono.errors import DataError
 from unisono.quality.columns.check import ColumnOptions, ColumnsResult, check_columns
 from unisono.quality.columns.exact_quantiles import CHUNK, order_statistics, quantiles
+from unisono.quality.columns.numeric_columns import SHOWN_GROUPS
 from unisono.quality.columns.scan import MAX_GROUPS, require_few_groups
 
 
@@ -342,3 +344,21 @@ def test_a_million_identical_rows(tmp_path: Path) -> None:
     for column in check_columns([path]).numeric:
         assert (column.numbers, column.mad, column.outliers, column.stuck_runs) == (1_100_000, 0.0, 0, 0)
         assert column.not_judged == {"half of the values or more are equal": 1}
+
+
+def test_the_page_counts_groups_that_are_not_listed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"sensor": f"s{sensor}", "t": stamp + 50 * (stamp > 30), "x": 1e9 if stamp == 7 else float(rng.normal())}
+        for sensor in range(SHOWN_GROUPS + 3)
+        for stamp in range(60)
+    ]
+    write_table(tmp_path / "a.jsonl", Table(rows=rows))
+    options = ColumnOptions(time="t", group="sensor")
+    result = check_columns([tmp_path / "a.jsonl"], out=tmp_path / "out", options=options)
+    assert result.times is not None
+    assert (result.numeric[0].groups_left_out, result.times.groups_left_out) == (3, 3)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Groups with flagged values" in page
+    assert "Groups with gaps or stamps out of order" in page
+    assert page.count(">3 more rows are left out.<") == 2

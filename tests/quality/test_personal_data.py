@@ -7,12 +7,21 @@ import pytest
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.options import MASK_KINDS
 
+BEGIN, END = "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----"
+KEY = "MIIEpAIBAAKCAQEA+/vZ" * 3
+
 
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
         ("email", "write to jane.doe+x@mail.example.org, please", "write to <EMAIL>, please"),
         ("email", "a@b and @name and x@localhost", None),
+        ("email", "jörg@müller.de, Jörg.Ängström+x@web.de; jo\u0308rg@web.de", "<EMAIL>, <EMAIL>; <EMAIL>"),
+        ("email", "почта@пример.рф и info@xn--e1afmkfd.xn--p1ai.", "<EMAIL> и <EMAIL>."),
+        ("email", "संपर्क@डाटामेल.भारत। और δοκιμή@παράδειγμα.ελ", "<EMAIL>। और <EMAIL>"),
+        ("email", "请写信给zhang@example.com或者 张三@例子.中国。", "请写信给<EMAIL>或者 <EMAIL>。"),
+        ("email", "kim@example.com으로, nguyễn@example.vn", "<EMAIL>으로, <EMAIL>"),
+        ("email", "3个@5元, ä@b, @müller.de, größe@5.50, привет @вася. Как, 价格@每斤。三元, a@b.c", None),
         ("ip", "from 8.8.8.8 and 2001:4860:4860::8888.", "from <IP> and <IP>."),
         ("ip", "at 192.168.0.1, 127.0.0.1, 10.0.0.1, 1.2.3.4.5 and 12:30:45", None),
         ("card", "4111 1111 1111 1111 and 5500-0000-0000-0004", "<CARD> and <CARD>"),
@@ -54,6 +63,18 @@ from unisono.quality.options import MASK_KINDS
             "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\nMIIEpAIBAAKC+/=\nabc\n-----END RSA PRIVATE KEY-----",
             "<SECRET>",
         ),
+        (
+            "secret",
+            rf'{{"private_key": "{BEGIN}\n{KEY}\n{KEY}=\n{END}\n", "id": 1}}',
+            r'{"private_key": "<SECRET>\n", "id": 1}',
+        ),
+        ("secret", rf"KEY='{BEGIN}\r\nProc-Type: 4,ENCRYPTED\r\n\r\n{KEY}\r\n{END}'", "KEY='<SECRET>'"),
+        ("secret", f'k = "{BEGIN}\\n" +\n    "{KEY}\\n" +\n    "{KEY}\\n" + "{END}";', 'k = "<SECRET>";'),
+        ("secret", f"k = (\n '{BEGIN}\\n'\n '{KEY}\\n'\n '{END}')", "k = (\n '<SECRET>')"),
+        ("secret", f"a\n{BEGIN}\n{KEY}\n{KEY}\nMIIE=\n", "a\n<SECRET>\n"),
+        ("secret", f"{BEGIN}\nDEK-Info: x\n\n{KEY}\n{KEY}\n\nThe rest is text.", "<SECRET>\n\nThe rest is text."),
+        ("secret", f"{BEGIN}\n" + f"{KEY}\n" * 1_000 + f"{END} x", "<SECRET> x"),
+        ("secret", f"a key begins with {BEGIN} and ends with a line of its own", None),
         ("ip", "ask 8.8.8.8:53, not 8.8.8.8a", "ask <IP>:53, not 8.8.8.8a"),
         (
             "secret",
@@ -107,6 +128,20 @@ def test_all_kinds_at_once() -> None:
             "xoxb-",
         ),
         *("-----BEGIN PRIVATE KEY-----", "-----BEGIN ", "AKIA", "DE12 ", "AB12", "(1", "%a", "a+", "BEGIN A: b\n"),
+        *(
+            "ä@",
+            "中",
+            "中@",
+            "中@中.",
+            "ä@ä.",
+            "xn--",
+            "@xn--a.",
+            "+",
+            f"{BEGIN}a: ",
+            f"{BEGIN}\nA: b\n" + "a" * 9,
+            f"{BEGIN}\n{KEY}\n",
+        ),
+        *(f"{BEGIN}" + "\n+" * 5_000, f"{BEGIN}" + f"{KEY} " * 800, "-----BEGIN PRIVATE KEY-----a:\\n"),
     ],
 )
 def test_text_made_to_take_long(unit: str) -> None:

@@ -99,10 +99,19 @@ def test_changes_can_be_undone(tmp_path: Path) -> None:
     marks = save_marks(tmp_path / "marks.json", tmp_path / "out", mark("all.jsonl", 0, 1, "change", to="2"))
     relabel([data], tmp_path / "new", marks)
     lines = (tmp_path / "new" / "data" / "all.jsonl").read_text().splitlines()
-    assert lines == ['{"label":2,"text":"x"}', *data.read_text().splitlines()[1:]]
+    assert lines == ['{"label": 2, "text":"x"}', *data.read_text().splitlines()[1:]]
     (change,) = map(json.loads, (tmp_path / "new" / "changes.jsonl").read_text().splitlines())
     undone = json.loads(lines[change["new_row"]]) | {"label": int(change["label"])}
     assert undone == json.loads(data.read_text().splitlines()[change["row"]])
+
+
+def test_other_values_of_a_line_may_be_any(tmp_path: Path) -> None:
+    data = tmp_path / "all.jsonl"
+    data.write_text('{"text": "x", "score": NaN, "label": "a", "\\udfff": "\\ud800"}\n{"text": "x", "label": "b"}\n')
+    find_label_errors([data], tmp_path / "out", "label", options=EXACT)
+    marks = save_marks(tmp_path / "marks.json", tmp_path / "out", mark("all.jsonl", 0, "a", "change", to="b"))
+    relabel([data], tmp_path / "new", marks)
+    assert (tmp_path / "new" / "data" / "all.jsonl").read_text() == data.read_text().replace('"a"', '"b"')
 
 
 def test_rows_that_are_compared_whole(tmp_path: Path) -> None:

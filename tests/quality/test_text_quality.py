@@ -18,6 +18,19 @@ PROSE = (
     "rowed it had no wish to arrive. The captain watched it through his glass for a while and went below without a word."
 )
 
+CHINESE = (
+    "清晨的海湾里停着一条旧船，水手们坐在甲板上等待涨潮，谁也没有说话。岸上先传来一阵钟声，随后又是一阵；不久，两盏灯笼从码头那边慢慢靠近，"
+    "划桨的人好像并不想到达。船长举起望远镜看了一会儿，便默默走下船舱，把门关上，只留下年轻的舵手望着远方。2024年的春天就这样开始了。"
+)
+JAPANESE = (
+    "朝の湾に古い船が泊まり、水夫たちは甲板に座って潮が満ちるのを待っていた。岸から鐘の音が聞こえ、しばらくしてもう一度鳴った。"
+    "やがて二つの灯りが桟橋を離れ、ゆっくりと近づいてきた。漕ぐ人は着きたくないようだった。船長は望遠鏡で眺め、黙って船室へ降りた。"
+)
+THAI = (
+    "เช้าวันนั้นเรือเก่าลำหนึ่งจอดอยู่ในอ่าว ลูกเรือนั่งรอน้ำขึ้นโดยไม่มีใครพูดอะไร เสียงระฆังดังมาจากฝั่ง แล้วเรือเล็กที่มีโคมไฟสองดวงก็ออกจากท่า "
+    "มันแล่นช้าเหมือนคนพายไม่อยากไปถึง กัปตันยกกล้องขึ้นส่องครู่หนึ่งแล้วเดินลงไปข้างล่างเงียบๆ"
+)
+
 
 def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
     checked = check_text(text, options)
@@ -33,6 +46,33 @@ def test_values_up_to_the_limit_that_is_not_kept() -> None:
 
 def test_prose_keeps_all_limits() -> None:
     assert failed_limit(PROSE, FilterOptions()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most"), [(CHINESE, 110, 125), (JAPANESE, 110, 125), (THAI, 130, 190)], ids=["zh", "ja", "th"]
+)
+def test_scripts_without_spaces(text: str, least: int, most: int) -> None:
+    """Their characters are words, and have no length that says anything."""
+    checked = check_text(text, FilterOptions())
+    assert checked.failed == ""
+    assert least <= checked.measured["words"] <= most
+    assert "mean_word_chars" not in checked.measured
+    assert checked.measured["alphabetic_word_frac"] > 0.95
+    assert failed_limit(text[:30], FilterOptions()) is not None
+    assert failed_limit(f"{text}\n" * 3, FilterOptions()) is not None
+
+
+def test_some_words_of_a_script_without_spaces() -> None:
+    mixed = check_text(f"{PROSE} 中文，和「日本語」。", FilterOptions())
+    assert mixed.measured["words"] == len(PROSE.split()) + 6
+    assert mixed.measured["mean_word_chars"] == pytest.approx(
+        check_text(PROSE, FilterOptions()).measured["mean_word_chars"]
+    )
+
+
+def test_words_of_a_huge_text_are_counted_without_a_list() -> None:
+    checked = check_text("中" * (1 << 20) + " a", FilterOptions())
+    assert (checked.failed, checked.value, checked.measured) == ("max_words", (1 << 20) + 1, {"words": (1 << 20) + 1})
 
 
 @pytest.mark.parametrize(

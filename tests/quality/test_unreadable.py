@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from label_marks import mark, save_marks
 from pictures import jpeg, photograph
 
 from unisono.errors import ConfigError, DataError
+from unisono.quality import documents as documents_module
 from unisono.quality.clean import clean
 from unisono.quality.duplicates import sketch_folder
 from unisono.quality.labels.label_errors import find_label_errors
@@ -164,3 +166,64 @@ def test_a_folder_of_another_job_stays_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="results of other inputs or settings"):
         clean([source], tmp_path / "out", only_dedup(EXACT), skips_unreadable=True, index_only=True)
     assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jpg"])
+def test_a_file_that_is_too_large_for_a_document(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = jpeg(photograph(0)) if suffix == ".jpg" else b"nine bytes"
+    monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", len(content))
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / f"a{suffix}").write_bytes(content + b".")
+    (folder / f"b{suffix}").write_bytes(content)
+    recipe = only_dedup(EXACT)
+    with pytest.raises(DataError, match=rf"a{suffix}, of more than [0-9,]+ bytes") as caught:
+        clean([folder], tmp_path / "out", recipe)
+    assert "--on-error skip" in str(caught.value)
+    assert clean([folder], tmp_path / "out", recipe, skips_unreadable=True).dropped["unreadable"] == 1
+    assert [path.name for path in (tmp_path / "out" / "data").iterdir()] == [f"b{suffix}"]
+
+
+def test_errors_name_the_way_out(tmp_path: Path) -> None:
+    """Of a text that is not UTF-8, a broken or blank line, and a row without its label."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "code").write_bytes(b"a\xe9")
+    lines = write(tmp_path / "a.jsonl", {"text": "a"}, "{broken")
+    blank = write(tmp_path / "b.jsonl", {"text": "a"}, "", {"text": "b"})
+    for source in (tmp_path / "raw", tmp_path / "raw" / "code", lines, blank):
+        with pytest.raises(DataError, match=r"try:.*; --on-error skip leaves such documents out"):
+            clean([source], tmp_path / "out", only_dedup(EXACT))
+        clean([source], tmp_path / "out", only_dedup(EXACT), skips_unreadable=True)
+        shutil.rmtree(tmp_path / "out")
+    unlabelled = write(tmp_path / "c.jsonl", {"text": "a", "label": 1}, {"text": "b"})
+    with pytest.raises(DataError, match=r"try:.*; --on-error skip leaves such documents out"):
+        split([unlabelled], tmp_path / "out", HALVES, class_field="label", options=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "nearest"),
+    [
+        ("text,n\na,1\nb\n", "line 3 has 1 fields, and the header 2", "a line with 2 fields, or without that line"),
+        ("text,text\na,1\n", r"names \['text', 'text'\]", "another name in the header for a column"),
+    ],
+)
+def test_csv_that_is_no_table(tmp_path: Path, content: str, given: str, nearest: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    for skips in (False, True):
+        with pytest.raises(DataError, match=given) as caught:
+            clean([tmp_path / "a.csv"], tmp_path / "out", only_dedup(EXACT), skips_unreadable=skips)
+        assert nearest in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.json", "x.ndjson"])
+def test_tables_of_other_formats_are_text(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / name).write_text("a\tb\n")
+    for source in (tmp_path / "files", tmp_path / "files" / name):
+        caplog.clear()
+        assert clean([source], tmp_path / f"of-{source.name}", only_dedup(EXACT)).documents == 1
+        assert f"{name} is read as one document of text; tables are .jsonl, .csv, .parquet" in caplog.text
+    caplog.clear()
+    (tmp_path / "files" / name).rename(tmp_path / "files" / "x.txt")
+    clean([tmp_path / "files"], tmp_path / "text", only_dedup(EXACT))
+    assert "is read as" not in caplog.text

@@ -16,7 +16,7 @@ from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
 from unisono.cli.data_labels import find_labels, relabel_documents
 from unisono.cli.data_pack import pack
-from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, split_documents
+from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, print_recipe, split_documents
 from unisono.cli.terminal import echo
 from unisono.errors import DataError
 
@@ -35,6 +35,7 @@ def command() -> None:
 
 command.add_command(pack)
 command.add_command(clean_documents)
+command.add_command(print_recipe)
 command.add_command(dedup_documents)
 command.add_command(find_leaking)
 command.add_command(split_documents)

@@ -1,7 +1,8 @@
-"""``unisono data clean``, ``dedup``, ``leak`` and ``split``: documents before a run."""
+"""``unisono data clean``, ``recipe``, ``dedup``, ``leak`` and ``split``: documents before a run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -90,7 +91,7 @@ def dedup_documents(
     "recipes",
     multiple=True,
     type=click.Path(),
-    help="A TOML file with the steps (default: all but masking and decontamination).",
+    help="A TOML file with the steps (default: all but masking and decontamination); unisono data recipe prints one.",
 )
 @click.option(
     "-s",
@@ -119,8 +120,8 @@ def clean_documents(
     """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
-    of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. After a kill, the
-    same command goes on.
+    of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. All their settings and
+    defaults are printed by unisono data recipe. After a kill, the same command goes on.
 
     \b
     OUT/data           the kept documents, in files of the inputs' names and formats
@@ -132,7 +133,11 @@ def clean_documents(
     from unisono.quality.clean import clean
     from unisono.quality.options import CleanRecipe
 
-    recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
+    try:
+        recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
+    except ConfigError as error:
+        more = "; unisono data recipe prints all settings"
+        raise ConfigError(*(replace(problem, nearest=problem.nearest + more) for problem in error.problems)) from error
     with resumable(out) as progress:
         result = clean(
             inputs,
@@ -145,6 +150,20 @@ def clean_documents(
             progress=progress,
         )
     print_result(as_json, with_places(out, result), _clean_lines(result, out))
+
+
+@click.command("recipe")
+@common_options
+def print_recipe(as_json: bool) -> None:
+    """Print a recipe for data clean, with every step and setting, its default and what it does.
+
+    The settings are comments, so the recipe is the default one until a # is removed: unisono data recipe > clean.toml
+    """
+    from unisono.config import starter
+    from unisono.quality.options import CleanRecipe
+
+    text = starter(CleanRecipe).rstrip("\n")
+    print_result(as_json, {"toml": text}, text)
 
 
 def _clean_lines(result: CleanResult, out: Path) -> list[str]:

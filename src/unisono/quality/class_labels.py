@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from unisono.data.convert.formats.jsonl import row_of_line
+from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
 from unisono.data.convert.formats.table import Row, check_columns, describe_value, open_source
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import open_file
@@ -169,19 +167,10 @@ def _values_of_lines(path: Path, field: str, meter: FileMeter) -> Iterator[Any]:
             try:
                 yield row_of_line(line, path, number, offset, [field])[field]
             except DataError:
-                if not _is_without(line, field):
+                if object_of_line(line, path, number, offset).get(field) is not None:
                     raise
                 yield None
             offset += len(line)
-
-
-def _is_without(line: bytes, field: str) -> bool:
-    """Whether the line is an object without the field, or with null there."""
-    try:
-        row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
-        return False
-    return field not in row or bytes(row[field]) == b"null"
 
 
 def _name(value: Any, names: Sequence[str], path: Path, row: int, field: str) -> str | None:

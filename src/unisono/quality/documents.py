@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -39,6 +39,7 @@ TEXT_COLUMN: Final = "text"  # column of the documents where no other is named
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
+_OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text
 _SHOWN_VALUES: Final = 64  # of an array
 _LOG: Final = logging.getLogger("unisono")
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
@@ -132,7 +133,7 @@ class Documents:
                 elif self.skips_unreadable:
                     yield Document(number, row, b"", _fault(found))
                 else:
-                    raise found
+                    raise _with_way_out(found)
             meter.end()
 
     def _contents(self, file: InputFile, meter: FileMeter = UNMETERED) -> Iterator[str | bytes | DataError]:
@@ -164,7 +165,7 @@ class Documents:
                 faults[document] = _fault(value)
                 yield None
             else:
-                raise value
+                raise _with_way_out(value)
 
     def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
         """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
@@ -267,6 +268,9 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
             "each document is read once",
             "each path once; of a folder not also the files in it",
         )
+    if other := [file for file in files if file.corpus_entry is not None and file.path.suffix.lower() in _OTHER_TABLES]:
+        more = f", and {len(other) - 1:,} files like it" if len(other) > 1 else ""
+        _LOG.warning("%s is read as one document of text%s; tables are .jsonl, .csv, .parquet", other[0].name, more)
     return tuple(files), tuple(files_of_path)
 
 
@@ -421,8 +425,9 @@ def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
     raw = b""
     try:
-        with corpus.open(entry) as opened:
-            raw = opened.read()
+        if isinstance(found := _file_content(file, corpus, entry), DataError):
+            return found
+        raw = found
         return read_text(raw, python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
         return not_utf8_error(file.path, "", 0, raw) or refused(
@@ -430,13 +435,25 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         )
 
 
+def _file_content(file: InputFile, corpus: Corpus, entry: SourceFile) -> bytes | DataError:
+    """The bytes of a file that is one document, which is read into memory, so it has the limit of a row. Raises OSError."""
+    with corpus.open(entry) as opened:
+        raw = opened.read(MAX_RECORD_BYTES + 1)
+    if len(raw) <= MAX_RECORD_BYTES:
+        return raw
+    return refused(
+        f"{file.path}, of more than {MAX_RECORD_BYTES:,} bytes",
+        f"a document has at most {MAX_RECORD_BYTES:,} bytes, as it is read into memory",
+        "smaller files, or a table with a row for each part",
+    )
+
+
 def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
     if file.corpus_entry is not None:
         corpus, entry = file.corpus_entry
         try:
-            with corpus.open(entry) as opened:
-                yield opened.read()
+            yield _file_content(file, corpus, entry)
         except OSError as error:
             yield refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
@@ -565,6 +582,15 @@ def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> D
     return refused(
         f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
     )
+
+
+def _with_way_out(error: DataError) -> DataError:
+    """The error of a document that can be left out."""
+    problems = (
+        replace(problem, nearest=f"{problem.nearest}; --on-error skip leaves such documents out")
+        for problem in error.problems
+    )
+    return DataError(*problems)
 
 
 def _fault(error: DataError) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +30,7 @@ from unisono.quality.documents import (
     text_field,
 )
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
+from unisono.quality.json_members import json_members, with_values
 from unisono.quality.labels.values import label_like
 from unisono.quality.parquet_rows import write_kept_parquet
 from unisono.quality.progress import Advance, ignore
@@ -167,8 +166,8 @@ def _write_file(
                 copy.write(source.read() if text is None else _file_content(file, text))
                 return
             name = column or text_field(file)
-            for line, text in zip(compress(source, kept), texts, strict=True):
-                copy.write(line if text is None else _with_text(file, line, name, label, text))
+            for (row, line), text in zip(compress(enumerate(source), kept), texts, strict=True):
+                copy.write(line if text is None else _with_text(file, row, line, name, label, text))
         return
     if file.kind == PARQUET:
         name = label or column or text_field(file)
@@ -202,22 +201,31 @@ def _file_content(file: InputFile, text: bytes) -> bytes:
         ) from error
 
 
-def _with_text(file: InputFile, line: bytes, column: str, label: str | None, text: bytes) -> bytes:
-    """The line with another text, or another label. All other values stay as they are written. Raises DataError."""
-    try:
-        row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:  # the line was read before, but not the names of all its fields
-        raise refused(
-            f"{file.path}, with a row whose fields cannot be written again: {error}",
-            "names of fields are text in UTF-8, without lone surrogates, in a row whose text or label changes",
-            "another name of that field; or --index-only, or the steps without those that change texts",
-        ) from error
+def _with_text(file: InputFile, row: int, line: bytes, column: str, label: str | None, text: bytes) -> bytes:
+    """The line with another text, or another label. All its other bytes stay, but for a mark before them. Raises DataError.
+
+    Args:
+        file: The file.
+        row: Number of the row.
+        line: The line, which has been read before.
+        column: Field of the text.
+        label: Field of the labels, if these change.
+        text: The new text, or the new label.
+    """
+    old = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
     new = text.decode("utf-8", "surrogatepass")
-    if label is None:
-        row[column] = msgspec.Raw(as_json(new))
-    else:
-        row[label] = msgspec.Raw(as_json(label_like(new, json.loads(bytes(row[label])))))
-    return msgspec.json.encode(row) + (b"\n" if line.endswith(b"\n") else b"")
+    try:
+        members, end = json_members(old)
+        name = label or column
+        value = new if label is None else label_like(new, members[name].value)
+        changed = with_values(old, {name: members[name]}, end, {name: as_json(value).decode()})
+    except (ValueError, LookupError) as error:
+        raise refused(
+            f"{file.path}, row {row}, which has changed meanwhile",
+            "a data set stays as it is while it is read",
+            "the same command again, with another folder for the results",
+        ) from error
+    return changed.encode("utf-8", "surrogatepass")
 
 
 def _row_with_text(row: Row, file: InputFile, column: str | None, label: str | None, text: bytes) -> Row:

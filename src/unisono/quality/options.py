@@ -39,9 +39,13 @@ class FilterOptions:
     __repr__ = options_repr
 
     enabled: bool = option(True, "Drop documents that fail a limit below.")
-    min_words: int = option(50, "Words, separated by spaces; 0 = no limit, here and below.", ge=0)
+    min_words: int = option(
+        50, "Words; each character of a script without spaces, as Chinese, is one. 0 = no limit, here and below.", ge=0
+    )
     max_words: int = option(100_000, "Words.", ge=0)
-    min_mean_word_chars: float = option(3.0, "Mean length of words, characters.", ge=0)
+    min_mean_word_chars: float = option(
+        3.0, "Mean length of words, characters, unless most are of scripts without spaces.", ge=0
+    )
     max_mean_word_chars: float = option(10.0, "Mean length of words, characters.", ge=0)
     max_symbol_ratio: float = option(0.1, "Number of # and of ellipses over the number of words.", ge=0)
     max_bullet_line_frac: float = option(0.9, "Share of lines that begin with a bullet.", ge=0, le=1)

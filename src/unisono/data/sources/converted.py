@@ -97,9 +97,21 @@ def _value(value: Any, name: str, number: int) -> Any:
         else:
             return np.asarray(parts)
     if isinstance(value, str | bytes):
-        return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
+        return np.frombuffer(_in_utf8(value, name, number) if isinstance(value, str) else value, np.uint8)
     if value is None:
         return np.zeros(0, np.uint8)  # as an empty text: an absent value
     if isinstance(value, float):
         return np.float64(value)  # as it is in the file; ``check_sample`` would make it float32
     return value
+
+
+def _in_utf8(text: str, name: str, number: int) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            given=f"row {number}, column {quoted(name)}: {describe_value(text)}, a lone surrogate at {error.start}",
+            rule="text is Unicode, which UTF-8 can hold; a lone surrogate is half of a character",
+            consequence="the text cannot be read for training",
+            nearest="that row without it; of a text that documents are, unisono data clean removes it",
+        ) from error

@@ -44,16 +44,26 @@ def normalize_text(text: str, *, repairs_encoding: bool = False) -> str:
     text = _LINE_END.sub("\n", text)
     text = _UNSEEN.sub("", _SPACE.sub(" ", text))
     if not text.isascii():
-        # NFC sorts the marks after a character by insertion, in quadratic time
-        text = unicodedata.normalize("NFC", _many_marks().sub(lambda run: run[0][:_MAX_MARKS], text))
+        # NFC sorts the marks after a character by insertion, in quadratic time; some characters become several marks
+        text = _with_few_marks(unicodedata.normalize("NFC", _with_few_marks(text)))
     text = "\n".join([line.rstrip(" \t") for line in text.split("\n")])
     return _EMPTY_LINES.sub("\n\n", text).strip("\n")
 
 
+def _with_few_marks(text: str) -> str:
+    return _many_marks().sub(lambda run: run[0][:_MAX_MARKS], text)
+
+
 @cache
 def _many_marks() -> re.Pattern[str]:
-    marks = "".join(chr(code) for code in range(0x300, sys.maxunicode + 1) if unicodedata.combining(chr(code)))
+    marks = "".join(filter(_begins_with_mark, map(chr, range(0x300, sys.maxunicode + 1))))
     return re.compile(f"[{marks}]{{{_MAX_MARKS + 1},}}")
+
+
+def _begins_with_mark(character: str) -> bool:
+    """Whether the character, decomposed, begins with a mark: U+0F73 is none by itself, and becomes two."""
+    first = unicodedata.decomposition(character).partition(" ")[0]
+    return bool(unicodedata.combining(chr(int(first, 16)) if first and first[0] != "<" else character))
 
 
 @cache

@@ -67,6 +67,21 @@ _IBAN_COUNTRIES: Final = {  # by the number of characters (SWIFT's IBAN registry
 _IBAN_LENGTHS: Final = {country: length for length, names in _IBAN_COUNTRIES.items() for country in names.split()}
 _IBAN_VALUE: Final = {character: str(value) for value, character in enumerate("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")}
 
+# Letters, marks and digits of scripts with spaces between words: Latin, Greek, Cyrillic, Hebrew, Arabic and others.
+_ABOVE_ASCII: Final = (
+    r"\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u037d\u037f-\u060b\u060d-\u061a\u0620-\u0669"
+    r"\u066e-\u06d3\u06d5-\u07ff\u1e00-\u1fff"
+)
+_SPACED: Final = "A-Za-z0-9" + _ABOVE_ASCII
+# Those of the others, in which an address may have words beside it.
+_UNSPACED: Final = (
+    r"\u0800-\u0963\u0966-\u1dff\u200c\u200d\u2c00-\u2dff\u3005-\u3007\u3021-\ud7ff\uf900-\ufdff\U00020000-\U0003ffff"
+)
+_DOMAIN: Final = (
+    rf"@(?:[{_SPACED}{_UNSPACED}](?:[{_SPACED}{_UNSPACED}-]{{0,61}}[{_SPACED}{_UNSPACED}])?\.){{1,8}}"
+    rf"(?:(?:xn--[A-Za-z0-9-]{{2,59}}|[A-Za-z]{{2,24}})(?![{_SPACED}_])|[{_ABOVE_ASCII}{_UNSPACED}]{{2,24}})"
+)
+
 
 def mask_personal_data(text: str, kinds: tuple[str, ...]) -> tuple[str, Mapping[str, int]]:
     """Replace personal data and secrets by ``<KIND>``.
@@ -179,9 +194,13 @@ def _ibans(match: re.Match[str]) -> Iterator[_Span]:
 _PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], _Finder]]] = {
     "secret": (
         re.compile(
+            # a key in PEM or PGP, also with line ends as "\\n", and in strings of several lines. No body reaches beyond a hyphen
             r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
-            r"(?:\s{0,4}[A-Za-z-]{1,20}:[^\n]{0,80}\n){0,3}[A-Za-z0-9+/=\s]{0,20000}"
-            r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:(?:\\[nrt]|[\s\"'+]){0,8}[A-Za-z-]{1,20}:[^\n\\]{0,80}(?:\n|\\[nr])){0,3}"  # headers
+            r"(?:[A-Za-z0-9+/=\s\\\"'`,.]*-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            # without its end: the lines that follow, and what is left of a line at the end of the text
+            r"|[\s\\\"'`+,.]{0,16}[A-Za-z0-9+/=]{16,}(?:[\s\\\"'`+,.]{1,16}[A-Za-z0-9+/=]{16,})*"
+            r"(?:[\s\\\"'`+,.]{1,16}[A-Za-z0-9+/=]{1,15}(?=\s{0,4}\Z))?)"
             r"|(?<=://)[^\s/:@]{1,64}:[^\s/@]{1,128}(?=@)"  # user and password of an address
             r"|\b(?i:aws_secret_access_key|aws_secret_key)[\"']?\s{0,4}[=:]\s{0,4}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
             r"|\bnpm_[A-Za-z0-9]{36}\b|\bSG\.[\w-]{22}\.[\w-]{43}(?![\w-])"
@@ -199,7 +218,8 @@ _PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], _Finder]]] = {
     ),
     "email": (
         re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}\b"
+            rf"(?<![{_SPACED}_.+%-])[{_SPACED}][{_SPACED}_.+%-]{{0,63}}{_DOMAIN}"
+            rf"|(?<![{_UNSPACED}_.+%-])[{_UNSPACED}][{_UNSPACED}0-9_.+%-]{{0,63}}{_DOMAIN}"
         ),
         _whole,
     ),

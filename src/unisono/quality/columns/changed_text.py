@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import codecs
-import json
-import re
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.convert.formats.csv import read_records
 from unisono.quality.columns.file_change import FileChange
 from unisono.quality.columns.table_cells import FLOAT, INT, NULL, csv_kind, decoded
+from unisono.quality.json_members import json_members, with_values
 from unisono.storage.files import new_file, open_regular
 from unisono.storage.json_lines import as_json
 
-_SPACE: Final = re.compile(r"[ \t\r\n]*")
-_JSON: Final = json.JSONDecoder()
 _NULL: Final = "null"
 _Cell = tuple[str, bool]  # the text, and whether it stands in quotes
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A field of a JSON object: its value, and where that stands in the text."""
-
-    value: Any
-    begin: int
-    end: int
 
 
 def write_jsonl(change: FileChange, path: Path) -> None:
@@ -50,7 +37,7 @@ def write_jsonl(change: FileChange, path: Path) -> None:
 def _changed_line(change: FileChange, row: int, line: bytes, masked: Collection[str]) -> bytes | None:
     """None if the row is left out."""
     text = line.decode("utf-8", "surrogatepass")
-    members, end = _members(text)
+    members, end = json_members(text)
     values = {name: decoded(members[name].value) for name in change.deviating if name in members}
     texts = {name: text[members[name].begin : members[name].end] for name in {*values, *masked}}
     cast = change.recast_row(row, values, masked, texts)
@@ -65,46 +52,11 @@ def _changed_line(change: FileChange, row: int, line: bytes, masked: Collection[
         change.count(name, "added")
     if not new and not missing:
         return line
-    return _edited(text, members, end, new, missing).encode("utf-8", "surrogatepass")
+    return with_values(text, members, end, new, missing).encode("utf-8", "surrogatepass")
 
 
 def _json_text(value: Any) -> str:
     return as_json({"base64": b64encode(value).decode()} if isinstance(value, bytes) else value).decode()
-
-
-def _members(text: str) -> tuple[dict[str, _Member], int]:
-    """The fields of the object that is the text, in their order, and where the last of them ends. The text is valid JSON."""
-    members: dict[str, _Member] = {}
-    end = text.index("{") + 1
-    at = _skip(text, end)
-    while text[at] != "}":
-        name, at = _JSON.raw_decode(text, at)
-        begin = _skip(text, _skip(text, at) + 1)  # behind the colon
-        value, end = _JSON.raw_decode(text, begin)
-        members[name] = _Member(value, begin, end)
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
-    return members, end
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
-
-
-def _edited(text: str, members: Mapping[str, _Member], end: int, new: Mapping[str, str], missing: Sequence[str]) -> str:
-    """The text with new values, and with fields of null behind the last one."""
-    parts: list[str] = []
-    at = 0
-    for name, member in members.items():
-        if name in new:
-            parts += [text[at : member.begin], new[name]]
-            at = member.end
-    parts.append(text[at:end])
-    for number, name in enumerate(missing):
-        parts.append(f"{', ' if members or number else ''}{as_json(name).decode()}: {_NULL}")
-    return "".join([*parts, text[end:]])
 
 
 def write_csv(change: FileChange, path: Path) -> None:

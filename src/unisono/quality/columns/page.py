@@ -67,9 +67,13 @@ def write_columns_page(path: Path, name: str, result: ColumnsResult) -> None:
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Section:
+def _table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", *, left_out: int = 0
+) -> Section:
+    """A section with a table; ``left_out`` counts rows that are not in ``rows``."""
     shown = rows[:_MAX_ROWS]
-    return Section(title=title, note=note, tables=[Table(head=head, rows=shown, left_out=len(rows) - len(shown))])
+    left_out += len(rows) - len(shown)
+    return Section(title=title, note=note, tables=[Table(head=head, rows=shown, left_out=left_out)])
 
 
 def _differences(result: ColumnsResult) -> Iterator[Section]:
@@ -172,11 +176,16 @@ def _numeric(result: ColumnsResult) -> Iterator[Section]:
     ]
     if groups:
         yield _table(
-            "Groups with flagged values", ("column", "group", *(name.replace("_", " ") for name in _GROUP)), groups
+            "Groups with flagged values",
+            ("column", "group", *(name.replace("_", " ") for name in _GROUP)),
+            groups,
+            "Of each column those with the most.",
+            left_out=sum(column.groups_left_out for column in result.numeric),
         )
 
 
 _GROUP: Final = ("numbers", "median", "outliers", "stuck_values")
+_TIME_GROUP: Final = ("gaps", "back", "repeated")
 
 
 def _cells(place: Mapping[str, Any]) -> list[str]:
@@ -215,4 +224,22 @@ def _times(times: SamplingTimes) -> Iterator[Section]:
         places = [_cells(place) for place in times.places]
         yield _table(
             "Gaps and stamps out of order", ("file", "row", "reason", "value", "more"), places, "The later row."
+        )
+    if times.groups:
+        groups = [
+            [
+                printable(facts["group"]),
+                f"{facts['stamps']:,}",
+                "not known" if facts["interval"] is None else f"{facts['interval']:.6g}{unit}",
+                *(f"{facts[name]:,}" for name in _TIME_GROUP),
+            ]
+            for facts in times.groups
+        ]
+        head = ("group", "stamps", "median interval", *_TIME_GROUP)
+        yield _table(
+            "Groups with gaps or stamps out of order",
+            head,
+            groups,
+            "Those with the most.",
+            left_out=times.groups_left_out,
         )

@@ -150,10 +150,10 @@ def column_names(path: Path, header: Sequence[_Cell]) -> list[str]:
     """The names in a header line. Raises DataError if one is empty or there twice."""
     names = [text for text, _ in header]
     if not all(names) or len(set(names)) != len(names):
-        raise damaged_error(
-            path,
-            0,
-            f"a header line with the names [{listed(map(quoted, names))}], where each column has one of its own",
+        raise unreadable_error(
+            f"{path}: offset 0: a header line with the names [{listed(map(quoted, names))}]",
+            "each column has a name of its own",
+            "another name in the header for a column without one, or with that of another column",
         )
     return names
 
@@ -172,7 +172,11 @@ def require_width(path: Path, number: int, offset: int, cells: Sequence[_Cell], 
                 "a .csv file has commas between its columns",
                 hint,
             )
-        raise damaged_error(path, offset, f"line {number} has {len(cells)} fields, and the header {len(names)}")
+        raise unreadable_error(
+            f"{path}: offset {offset}: line {number} has {len(cells)} fields, and the header {len(names)}",
+            "each line has a field for each column; it is not known which one is missing or too many",
+            f"a line with {len(names)} fields, or without that line; a whole copy, if the file was cut",
+        )
 
 
 def separator_hint(names: Collection[str]) -> str:
