@@ -204,3 +204,17 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     assert refused(tmp_path, table(tmp_path / "u.csv", "x,label"), TABLE).startswith(
         f"{tmp_path}/u.csv, which has no rows\n"
     )
+
+
+def test_columns_that_a_task_does_not_read_may_hold_anything(tmp_path: Path) -> None:
+    rows = [{"text": f"t{n}", "label": "ab"[n % 2], "meta": {"n": n}} for n in range(6)]
+    train = table(tmp_path / "t.jsonl", *map(json.dumps, rows))
+    task = resolved(tmp_path, train, TaskOptions(kind="text"))
+    assert (task.inputs, task.target, task.classes) == (("text",), "label", ("a", "b"))
+    assert "meta" in refused(tmp_path, train, TaskOptions(kind="table", target="label"))
+    rows[3]["text"] = None
+    train = table(tmp_path / "u.jsonl", *map(json.dumps, rows))
+    data = DataOptions(train=train, eval=train, cache_dir=str(tmp_path / "cache"))
+    task = resolved(tmp_path, train, TaskOptions(kind="text"))
+    with pytest.raises(DataError, match='line 4, field "?\'?text'):
+        predictor_data(task, data, ImageOptions(), TextOptions(), tokenizer=None, buckets=8)

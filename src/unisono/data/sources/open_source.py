@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
 from itertools import chain
@@ -15,7 +15,7 @@ import xxhash
 
 from unisono.data.combined import subset
 from unisono.data.convert.file_kind import TOKENS, beside_target, file_kind, kind_of_name
-from unisono.data.convert.formats.table import Row, check_columns
+from unisono.data.convert.formats.table import OtherFields, Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import ImageListing, list_images
 from unisono.data.convert.table_files import files_of, open_table
@@ -61,7 +61,8 @@ def open_source(
     string with a line for each. Floats of tables are float64. Where the format names classes, the data set has them as
     ``class_names``, by column; ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and
     ``targets``; without MXNet's image header but with side columns they are rows of these columns and the payload, ``data``.
-    Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
+    Without ``columns``, those of JSON lines and Parquet with values that no sample can hold, such as null, are left out:
+    ``column_faults`` of the data set has their errors. Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
     files behind a URL, except ``.rec``, whose records are read as they are asked for. Errors of the loader name the file and row
     of a sample, rows counted from 1.
 
@@ -151,12 +152,16 @@ def _open_paths(
         return _Rows(_ImageFolder(listing), columns)
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
-        data = converted(files, lambda: arrow_rows(files), cache)
+        data, _ = converted(files, lambda _: arrow_rows(files), cache)
         return _Selected(data, columns, arrow_classes(local[0]), _row_places(local, len(data)))
     sets = _table_sets(local)
     files = list(chain.from_iterable(sets))
-    data = converted(files, lambda: chain.from_iterable(open_table(files[0]).rows for files in sets), cache)
-    return _Selected(data, columns, {}, _row_places(files, len(data)))
+
+    def rows(others: OtherFields) -> Iterator[Row]:
+        return chain.from_iterable(open_table(files[0], others=others).rows for files in sets)
+
+    data, faults = converted(files, rows, cache)
+    return _Selected(data, columns, {}, _row_places(files, len(data)), faults)
 
 
 def source_files(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
@@ -256,7 +261,12 @@ class _Selected(PerSampleDataset):
         columns: Mapping[str, str] | None,
         class_names: dict[str, tuple[str, ...]],
         location: _Places,
+        faults: Mapping[str, DataError] | None = None,
     ) -> None:
+        self.column_faults = dict(faults or {})
+        for name in columns.values() if columns is not None else ():
+            if name in self.column_faults:
+                raise self.column_faults[name]
         self._base, self._columns, self.location = base, None if columns is None else dict(columns), location
         self.class_names = class_names
         self.class_column, self.classes = _first_classes(class_names)
@@ -271,7 +281,10 @@ class _Selected(PerSampleDataset):
         return len(self._base)
 
     def samples(self, indices: Ids) -> list[Batch]:
-        found = zip(indices.tolist(), self._base.samples(indices), strict=True)
+        samples = self._base.samples(indices)
+        if self.column_faults and self._columns is None:
+            samples = [{name: x for name, x in sample.items() if name not in self.column_faults} for sample in samples]
+        found = zip(indices.tolist(), samples, strict=True)
         return [dict(_chosen(sample, self._columns, f"record {at}")) for at, sample in found]
 
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from unisono.data.convert.formats.parquet_pages import ParquetLimits
 from unisono.data.convert.formats.table import (
+    OtherField,
+    OtherFields,
     Row,
     Table,
     check_columns,
@@ -28,7 +30,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.data.mindrecord import FieldType
-from unisono.errors import missing_extra
+from unisono.errors import DataError, missing_extra
 from unisono.sanitize import quoted, shorten
 from unisono.storage.files import new_file
 from unisono.storage.limits import (
@@ -47,14 +49,24 @@ _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 
-def read(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The rows, with only these columns if given. Raises DataError for columns and cells that no row can hold."""
+def read(path: Path, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
+    """The rows, with only these columns if given.
+
+    Columns and cells that no row can hold are an error, or are left out of the rows if ``others`` is given: it gets their columns.
+    """
     file, limits, pa = _open(path)
     arrow = file.schema_arrow
     if columns is not None:
         check_columns(columns, arrow.names, f"{path}")
-    schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema, count=file.metadata.num_rows)
+    schema: dict[str, FieldType] = {}
+    for name in columns or arrow.names:
+        try:
+            schema[name] = _field(path, name, arrow.field(name).type)
+        except DataError as error:
+            if others is None:
+                raise
+            others.setdefault(name, OtherField(str(arrow.field(name).type), error))
+    return Table(rows=_rows(path, file, limits, schema, pa, others), schema=schema, count=file.metadata.num_rows)
 
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> tuple[Any, Iterator[Any]]:
@@ -121,7 +133,19 @@ def _open(path: Path) -> tuple[Any, ParquetLimits, Any]:
     return file, limits, pa
 
 
-def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
+def _rows(
+    path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any, others: OtherFields | None
+) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+        path: The file.
+        file: The file, opened.
+        limits: Its limits.
+        schema: The columns that are read.
+        pa: pyarrow.
+        others: As of ``read``.
+    """
     at = 0
     batches = _batches(path, file, limits, list(schema), pa)
     while True:
@@ -130,11 +154,18 @@ def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldT
             if batch is None:
                 break
             batch.validate(full=True)
-            cells = [_cells(path, at, name, batch.column(name), field) for name, field in schema.items()]
+            cells: dict[str, list[Any]] = {}
+            for name, field in schema.items():
+                try:
+                    cells[name] = _cells(path, at, name, batch.column(name), field)
+                except DataError as error:
+                    if others is None:
+                        raise
+                    others.setdefault(name, OtherField(f"{batch.column(name).type} with nulls or uneven lists", error))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
-        for values in zip(*cells, strict=True) if cells else [()] * batch.num_rows:
-            yield dict(zip(schema, values, strict=True))
+        for values in zip(*cells.values(), strict=True) if cells else [()] * batch.num_rows:
+            yield dict(zip(cells, values, strict=True))
         at += batch.num_rows
     if at != file.metadata.num_rows:
         raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
