@@ -384,6 +384,36 @@ def test_values_of_parquet_that_would_lose_are_named(tmp_path: Path) -> None:
     }
 
 
+def test_times_keep_their_zones(tmp_path: Path) -> None:
+    """A time without a zone is no instant: it becomes none, and an instant keeps a zone."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    stamp = 1_700_000_000_000_000
+    types = {zone: pa.timestamp("us", zone) for zone in (None, "-05:00", "UTC")}
+
+    def files(folder: Path, usual: str | None, odd: str | None, *, nested: bool) -> list[Path]:
+        folder.mkdir()
+        paths = [folder / f"{name}.parquet" for name in "abc"]
+        for path, zone in zip(paths, (usual, usual, odd), strict=True):
+            kind = pa.list_(types[zone]) if nested else types[zone]
+            pq.write_table(pa.table({"t": pa.array([None, [stamp] if nested else stamp], kind), "n": [1, 2]}), path)
+        return paths
+
+    for number, (usual, odd, nested) in enumerate(
+        [(None, "-05:00", False), ("-05:00", None, False), (None, "UTC", True), ("UTC", None, True)]
+    ):
+        paths = files(tmp_path / f"{number}", usual, odd, nested=nested)
+        told = refusal(paths, tmp_path / f"out{number}", UNIFY)
+        assert "row 1, column 't'" in told
+        assert "with a zone and without" in told
+        check_columns(paths, out=tmp_path / f"skipped{number}", options=SKIP)
+        assert pq.read_table(tmp_path / f"skipped{number}/data/c.parquet").to_pydict() == {"t": [None], "n": [1]}
+    paths = files(tmp_path / "zones", "UTC", "-05:00", nested=False)
+    check_columns(paths, out=tmp_path / "utc", options=UNIFY)
+    new = pq.read_table(tmp_path / "utc/data/c.parquet")["t"]
+    assert new.type == types["UTC"]
+    assert new.cast("int64").to_pylist() == [None, stamp]
+
+
 def test_a_text_among_numbers_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(["x", *map(str, range(20)), "ERR"]) + "\n")

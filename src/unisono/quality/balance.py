@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
+from unisono.errors import nearest_name
 from unisono.quality.balance_page import write_balance_page
-from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
+from unisono.quality.class_labels import LabelledFile, find_labelled, first_fields, read_classes, require_unchanged
 from unisono.quality.file_meter import FileMeter
 from unisono.quality.job_folder import open_job
 from unisono.quality.progress import SILENT, Advance, Progress
@@ -136,7 +137,7 @@ def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Adva
         raise refused(
             f"{file.path}: {len(labels):,} rows, and none with a label in the field {quoted(field)}",
             "rows have the name or the number of their class in one field",
-            f"--label FIELD; unisono data inspect {file.path} shows the fields",
+            f"--label FIELD; {nearest_name(field, first_fields(file))}",
         )
     return labels
 
