@@ -422,6 +422,33 @@ def test_a_text_among_numbers_is_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "skipped/data/a.csv").read_text() == "\n".join(["x", *map(str, range(20))]) + "\n"
 
 
+def test_texts_that_stand_for_no_value(tmp_path: Path) -> None:
+    """Among numbers they become no value, more of them than a tenth too; in a column of texts they stay."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    csv = tmp_path / "a.csv"
+    csv.write_text('x,s\n1,a\n"NA",NA\nn/a,b\n4,n/a\n')
+    rows = jsonl(tmp_path / "b.jsonl", [{"x": 1, "s": "NA"}, {"x": "NA", "s": "b"}, {"x": 3, "s": "c"}])
+    pq.write_table(pa.table({"x": ["5", "n/a"], "s": ["NA", "d"]}), tmp_path / "c.parquet")
+    paths = [csv, rows, tmp_path / "c.parquet"]
+    assert "mixed" in str(check_columns(paths[1:2]).columns)
+    options = ColumnOptions(unify=True, null_texts=("NA", "n/a"))
+    result = check_columns(paths, out=tmp_path / "out", options=options)
+    assert result.changes is not None
+    assert result.changes.types == {"x": "int", "s": "string"}
+    assert {(cast.file, cast.change, cast.count) for cast in result.changes.casts if "no value" in cast.change} >= {
+        ("a.csv", "text to no value", 2),
+        ("b.jsonl", "text to no value", 1),
+    }
+    new = tmp_path / "out/data"
+    assert (new / "a.csv").read_text() == "x,s\n1,a\n,NA\n,b\n4,n/a\n"
+    assert [(row["x"], row["s"]) for row in lines(new / "b.jsonl")] == [(1, "NA"), (None, "b"), (3, "c")]
+    assert pq.read_table(new / "c.parquet").to_pydict() == {"x": [5, None], "s": ["NA", "d"]}
+    tar = tmp_path / "d.tar"
+    write_table(tar, Table(rows=[{"x": n} for n in (1, "NA", 3)]))
+    with pytest.raises(DataError, match="row 1, column 'x': 'NA'"):
+        check_columns([tar], out=tmp_path / "tar", options=options)
+
+
 def test_a_format_without_null_gets_no_column(tmp_path: Path) -> None:
     write_table(tmp_path / "a.rec", Table(rows=[{"data": b"a", "x": 1}]))
     write_table(tmp_path / "b.rec", Table(rows=[{"data": b"b"}]))
