@@ -26,7 +26,7 @@ from unisono.data.image import encode_jpeg
 from unisono.data.loading.sample_cache import cached
 from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
-from unisono.data.sources import open_source
+from unisono.data.sources import open_source, source_files, source_groups
 from unisono.data.sources.remote import local_copies
 from unisono.errors import DataError, ExtraError
 
@@ -89,6 +89,23 @@ def test_only_columns_that_are_read_need_values(tmp_path: Path, suffix: str) -> 
             assert name in str(caught.value)
     with pytest.raises(DataError, match='column "mta"|column mta|mta'):
         open_source(path, columns={"inputs": "mta"})
+
+
+def test_a_folder_of_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    for number, name in enumerate(("b.jsonl", "more/c.jsonl", "a.jsonl", "z-00001-of-00002.jsonl", "z-00000-of-00002.jsonl")):
+        (folder / name).write_text(f'{{"x": {number}}}\n')
+    (folder / "README.md").write_text("no table")
+    (folder / ".hidden.csv").write_text("x\n5\n")
+    data = open_source(folder)
+    assert [int(sample["x"]) for sample in data.samples(np.arange(5))] == [2, 0, 1, 4, 3]  # type: ignore[attr-defined]
+    assert source_files(folder, tmp_path / "cache")[0] == folder / "a.jsonl"
+    (folder / "a.csv").write_text("x\n5\n")
+    with pytest.raises(DataError, match="files of 2 formats"):
+        open_source(folder)
+    groups = source_groups([folder], tmp_path / "cache")
+    assert [len(group) for group in groups] == [1, 5]
 
 
 def test_rows_without_any_value_that_a_sample_can_hold(tmp_path: Path) -> None:

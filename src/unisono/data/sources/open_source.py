@@ -17,8 +17,8 @@ from unisono.data.combined import subset
 from unisono.data.convert.file_kind import TOKENS, beside_target, file_kind, kind_of_name
 from unisono.data.convert.formats.table import OtherFields, Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
-from unisono.data.convert.pack.image_listing import ImageListing, list_images
-from unisono.data.convert.table_files import files_of, open_table
+from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES, ImageListing, list_images
+from unisono.data.convert.table_files import files_of, open_table, read_formats
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
 from unisono.data.image.records import TILES, image_records
 from unisono.data.kept_rows import KeptRows, kept_samples, read_kept_rows, require_rows, without_dropped
@@ -29,6 +29,7 @@ from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import converted, sample_of_row
 from unisono.data.sources.remote import local_copies, matching_urls
+from unisono.data.tokens.corpus import find_corpus
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
@@ -37,11 +38,12 @@ from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_NAMES_BYTES, read_limited
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
+_IN_FOLDERS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 _CIFAR: Final = ("data_batch", "test_batch")
 _ARROW: Final = "arrow"
 _KNOWN: Final = (
     ".bin token shards, .rec records, .mindrecord, .csv, .jsonl, .parquet, .tar (webdataset), .tfrecord, idx files of MNIST, a "
-    "folder of images, and a folder of Hugging Face's save_to_disk"
+    "folder of images or of tables, and a folder of Hugging Face's save_to_disk"
 )
 
 
@@ -67,7 +69,7 @@ def open_source(
     of a sample, rows counted from 1.
 
     Args:
-        address: A file, a glob, a folder, or a list of files of one format; local, or the URL of any fsspec filesystem.
+        address: A file, a glob, a folder (of images, of tables of one format, or Arrow's), or a list of files of one format; local, or the URL of any fsspec filesystem.
         columns: The name of each entry of a sample, and the column it comes from:
             ``{"inputs": "image", "targets": "label"}``. By default all columns under their own names.
         seq_len: Tokens of one sample; for token shards, and only there.
@@ -409,7 +411,8 @@ class _ImageFolder:
 
 
 def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
-    """The files and folders at an address: a glob is expanded, and files behind a URL, except ``.rec``, are local copies.
+    """The files and folders at an address: a glob is expanded, a folder of tables too, and files behind a URL, except ``.rec``,
+    are local copies.
 
     Raises:
         DataError: Nothing is there.
@@ -427,6 +430,7 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
         else:
             path, fault = look_up(part)
             matches = [path] if not fault and path.exists() else [] if "\0" in str(path) else [*sorted(glob(str(path)))]
+        matches = [file for match in matches for file in ([match] if is_url(match) else _tables_in(Path(match)) or [match])]
         if not matches and fault:
             raise _no_address(f"{shorten(str(part), MAX_SHOWN_PATH)}: {fault}", "an address that exists")
         if not matches:
@@ -435,6 +439,21 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     if not paths:
         raise _unfit("a list of no files", "at least one file")
     return paths
+
+
+def _tables_in(path: Path) -> list[Path]:
+    """The tables of a folder without images and its folders, in order; none of any other path."""
+    if not path.is_dir() or is_arrow_folder(path):
+        return []
+    names = (name for _, _, files in os.walk(path) for name in files)
+    has_tables = False
+    for name in names:
+        if Path(name).suffix.lower() in IMAGE_SUFFIXES:
+            return []
+        has_tables = has_tables or kind_of_name(Path(name)) in _IN_FOLDERS
+    if not has_tables:
+        return []
+    return [path / file.path for file in find_corpus(str(path)).files if kind_of_name(Path(file.path)) in _IN_FOLDERS]
 
 
 def _missing(address: str | Path) -> DataError:
