@@ -23,12 +23,13 @@ from unisono.quality.documents import WHOLE_FILE, list_files
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
-from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_RECORD_BYTES, decode_json
 from unisono.tasks.sources import TARGETS, class_names_of, scan
 from unisono.tasks.targets import class_names, is_absent
 
 IMAGES: Final = "images"
 ARROW: Final = "arrow"
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +187,8 @@ def _values_of_lines(path: Path, field: str, meter: FileMeter) -> Iterator[Any]:
 def _is_without(line: bytes, field: str) -> bool:
     """Whether the line is an object without the field, or with null there."""
     try:
-        row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+        row = decode_json(line, _FIELDS.decode, max_bytes=MAX_RECORD_BYTES)
+    except ValueError:
         return False
     return field not in row or bytes(row[field]) == b"null"
 
