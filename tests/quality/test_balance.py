@@ -135,6 +135,14 @@ def test_what_is_refused(tmp_path: Path, content: str, options: dict[str, Any], 
     assert not (tmp_path / "out" / "report.json").exists()
 
 
+def test_a_file_without_rows_beside_others(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").touch()
+    assert balance([path, tmp_path / "b.jsonl"], field="label").classes == balance([path], field="label").classes
+    with pytest.raises(DataError, match=r"b\.jsonl: 0 rows"):
+        balance([tmp_path / "b.jsonl"], field="label")
+
+
 def test_the_same_job_again_and_another_in_its_folder(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl")
     first = balance([path], tmp_path / "out", field="label")

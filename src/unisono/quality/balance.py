@@ -107,6 +107,12 @@ def balance(
         names: dict[str, int] = {}
         progress.begin("reading", sum(file.size for file in files), "bytes")
         labels = [_labels(file, field, names, progress.advance) for file in files]
+        if not any(of_file.size for of_file in labels):
+            raise refused(
+                f"{files[0].path}{' and others' if len(files) > 1 else ''}: 0 rows",
+                "classes are those of rows",
+                "tables with rows",
+            )
         counts = np.sum([np.bincount(of_file[of_file >= 0], minlength=len(names)) for of_file in labels], axis=0)
         result, weights = _balance(counts, list(names), sum(map(len, labels)), power, max_repeats)
         require_unchanged(files)
@@ -133,7 +139,7 @@ def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Adva
                 "the field of the class",
             )
     labels = np.array(numbers, np.int32)
-    if not (labels >= 0).any():
+    if labels.size and not (labels >= 0).any():
         raise refused(
             f"{file.path}: {len(labels):,} rows, and none with a label in the field {quoted(field)}",
             "rows have the name or the number of their class in one field",
