@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.parquet import read_batches, write_batches
+from unisono.data.convert.formats.parquet import codec_of, read_batches, write_batches
 from unisono.data.convert.formats.table import describe_value
 from unisono.quality.columns.file_change import FileChange
 from unisono.quality.columns.lossless import recast
@@ -81,7 +81,7 @@ def write_parquet(change: FileChange, path: Path, types: Types) -> None:
     schema = pa.schema(new_fields)
     if [(field.name, field.type) for field in schema] == [(field.name, field.type) for field in source.schema_arrow]:
         schema = schema.with_metadata(source.schema_arrow.metadata)  # else it would name columns and types that were
-    write_batches(path, schema, _changed(pa, change, batches, schema, types))
+    write_batches(path, schema, _changed(pa, change, batches, schema, types), codec_of(source))
 
 
 def _changed(pa: Any, change: FileChange, batches: Iterator[Any], schema: Any, types: Types) -> Iterator[Any]:

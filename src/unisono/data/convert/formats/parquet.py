@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,8 @@ _BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it, a row group's
 _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
 _NAMES: Final = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
+_CODEC: Final = "snappy"
+_CODECS: Final = {name: name.lower() for name in ("SNAPPY", "GZIP", "BROTLI", "LZ4", "ZSTD")} | {"UNCOMPRESSED": "none"}
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
 
@@ -211,14 +214,30 @@ def write(path: Path, table: Table) -> int:
     return count
 
 
-def write_batches(path: Path, schema: Any, batches: Iterable[Any]) -> None:
+def codec_of(file: Any) -> str:
+    """The compression of most columns of a ``ParquetFile``, as ``write_batches`` takes it; that of pyarrow without row groups."""
+    if not file.metadata.num_row_groups:
+        return _CODEC
+    group = file.metadata.row_group(0)
+    codecs = Counter(group.column(number).compression for number in range(group.num_columns))
+    most = next((name for name, _ in codecs.most_common(1)), "")
+    return _CODECS.get(most, _CODEC)
+
+
+def write_batches(path: Path, schema: Any, batches: Iterable[Any], codec: str = _CODEC) -> None:
     """Write record batches of pyarrow, with columns of any type and nulls, in row groups of about 4,096 rows or 32 MiB.
+
+    Args:
+        path: The new file.
+        schema: Of pyarrow.
+        batches: The rows.
+        codec: Compression, as pyarrow names it.
 
     Raises:
         DataError: pyarrow cannot write a type.
     """
     pa, pq = _pyarrow()
-    options = {"write_page_checksum": True, "write_batch_size": 64}
+    options = {"write_page_checksum": True, "write_batch_size": 64, "compression": codec}
     group: list[Any] = []
     rows = size = 0
     try:
