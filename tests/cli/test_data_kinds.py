@@ -217,7 +217,9 @@ def test_verify_finds_damage_in_columns_that_no_row_can_hold(desk: Desk, tmp_pat
     (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"base64": "?"}}\n{"a": 2}\n')
     prices = pa.array([f"{n}.50" for n in range(999)]).cast(pa.decimal128(9, 2))
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"price": prices}), path, write_page_checksum=True, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"price": prices}), path, write_page_checksum=True, compression="none", use_dictionary=False
+    )
     flip(path, path.stat().st_size // 2)
     done = desk.here("data", "verify", str(tmp_path / "a.jsonl"), str(path))
     assert done.code == 1

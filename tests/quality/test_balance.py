@@ -124,7 +124,11 @@ def test_power_and_limit() -> None:
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
         ('{"a": ' * 1400 + "1" + "}" * 1400 + "\n", {"field": "label"}, "line 1 .*more than 100 lists and objects"),
-        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", {"field": "label"}, "line 1 .*more than 100 lists and objects"),
+        (
+            '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+            {"field": "label"},
+            "line 1 .*more than 100 lists and objects",
+        ),
         ('{"label": "a"}\n{"label": ""}\n', {"field": "label", "max_repeats": 1}, "of which 1 have a label"),
     ],
 )

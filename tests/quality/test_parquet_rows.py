@@ -297,7 +297,9 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "gzip", "none"])
 def test_the_compression_stays(tmp_path: Path, codec: str) -> None:
-    table = pa.table({"text": ["a b c", "mail me@example.org", "a b c"], "list": [[1], [2, 3], []], "x": [1.0, 2.0, None]})
+    table = pa.table(
+        {"text": ["a b c", "mail me@example.org", "a b c"], "list": [[1], [2, 3], []], "x": [1.0, 2.0, None]}
+    )
     pq.write_table(table, tmp_path / "a.parquet", compression=codec)
     clean([tmp_path / "a.parquet"], tmp_path / "clean", recipe=MASK)
     (tmp_path / "b.jsonl").write_text('{"y": 1}\n')

@@ -42,7 +42,11 @@ from unisono.storage.json_lines import as_json
 from unisono.tasks.sources import TARGETS
 
 _WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
-_COPIED: Final = (".parquet", ".tar", ".csv")  # which have all their rows in one file; the lines of JSONL stay in any case
+_COPIED: Final = (
+    ".parquet",
+    ".tar",
+    ".csv",
+)  # which have all their rows in one file; the lines of JSONL stay in any case
 _INDEX_ONLY: Final = "--index-only writes their row indices; "
 
 

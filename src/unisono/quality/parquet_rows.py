@@ -76,7 +76,7 @@ def write_kept_parquet(
     column: str,
     change: Callable[[Any, bytes], Any],
 ) -> None:
-    """Write the kept rows of a file with its schema and compression, batch by batch: types, nulls, metadata and all other cells stay.
+    """Write the kept rows of a file with its schema and compression, batch by batch: nulls, metadata and all other cells stay.
 
     Args:
         source: The file.

@@ -168,7 +168,7 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
-    """The first sample of the training data with all columns; one that no sample can hold is absent, and an error where it is read."""
+    """The first training sample, with all columns; those that no sample can hold have an absent value, and cannot be read."""
     source = open_group(train_groups(data)[0] if data.train else "", None, data, task, data.train_kept_rows)
     absent = {name: np.zeros(0, np.uint8) for name in getattr(source, "column_faults", {})}
     return {**read_samples(source, np.zeros(1, np.int64))[0], **absent}

@@ -87,14 +87,16 @@ def test_only_columns_that_are_read_need_values(tmp_path: Path, suffix: str) -> 
             with pytest.raises(DataError, match=re.escape(said)) as caught:
                 open_source(path, columns={"inputs": name})
             assert name in str(caught.value)
-    with pytest.raises(DataError, match='column "mta"|column mta|mta'):
+    with pytest.raises(DataError, match="column 'mta'"):
         open_source(path, columns={"inputs": "mta"})
 
 
 def test_a_folder_of_tables(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     (folder / "more").mkdir(parents=True)
-    for number, name in enumerate(("b.jsonl", "more/c.jsonl", "a.jsonl", "z-00001-of-00002.jsonl", "z-00000-of-00002.jsonl")):
+    for number, name in enumerate(
+        ("b.jsonl", "more/c.jsonl", "a.jsonl", "z-00001-of-00002.jsonl", "z-00000-of-00002.jsonl")
+    ):
         (folder / name).write_text(f'{{"x": {number}}}\n')
     (folder / "README.md").write_text("no table")
     (folder / ".hidden.csv").write_text("x\n5\n")

@@ -111,9 +111,7 @@ def open_table(
     return table if columns is None else select_columns(table, columns)
 
 
-def open_file(
-    path: Path, kind: str, columns: Sequence[str] | None = None, others: OtherFields | None = None
-) -> Table:
+def open_file(path: Path, kind: str, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
     """Open one file of a table format, not the set that it belongs to.
 
     Args:

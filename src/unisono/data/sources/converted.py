@@ -55,7 +55,9 @@ def converted(
         make_own_folder(cache, option="data.cache_dir")
         with file_lock(cache / f"{name}.lock"):
             is_trusted = data.exists() and not untrusted_reason(data)
-            if not is_trusted or (others.exists() and untrusted_reason(others)):  # such as of an earlier version, under umask 002
+            if not is_trusted or (
+                others.exists() and untrusted_reason(others)
+            ):  # such as of an earlier version, under umask 002
                 _LOG.info("%s is copied to %s for random access", paths[0], data)
                 _write(data, others, rows, given=str(paths[0]))
         faults = read_own_json(others) if others.exists() else {}
@@ -66,7 +68,9 @@ def converted(
             consequence="the data cannot be read in the order of training",
             nearest=f"data.cache_dir with another folder, or room there ({shutil.disk_usage(cache.anchor).free >> 20} MiB free)",
         ) from error
-    return RecordDataset([RecordFile(data)], unpack_sample), {name: DataError(**parts) for name, parts in faults.items()}
+    return RecordDataset([RecordFile(data)], unpack_sample), {
+        name: DataError(**parts) for name, parts in faults.items()
+    }
 
 
 def sample_of_row(row: Row, number: int) -> Batch:

@@ -64,12 +64,15 @@ def open_source(
     ``class_names``, by column; ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and
     ``targets``; without MXNet's image header but with side columns they are rows of these columns and the payload, ``data``.
     Without ``columns``, those of JSON lines and Parquet with values that no sample can hold, such as null, are left out:
-    ``column_faults`` of the data set has their errors. Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
+    ``column_faults`` of the data set has their errors.
+
+    Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
     files behind a URL, except ``.rec``, whose records are read as they are asked for. Errors of the loader name the file and row
     of a sample, rows counted from 1.
 
     Args:
-        address: A file, a glob, a folder (of images, of tables of one format, or Arrow's), or a list of files of one format; local, or the URL of any fsspec filesystem.
+        address: A file, a glob, a folder (of images, of tables of one format, or Arrow's), or a list of files of one format;
+            local, or the URL of any fsspec filesystem.
         columns: The name of each entry of a sample, and the column it comes from:
             ``{"inputs": "image", "targets": "label"}``. By default all columns under their own names.
         seq_len: Tokens of one sample; for token shards, and only there.
@@ -430,7 +433,9 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
         else:
             path, fault = look_up(part)
             matches = [path] if not fault and path.exists() else [] if "\0" in str(path) else [*sorted(glob(str(path)))]
-        matches = [file for match in matches for file in ([match] if is_url(match) else _tables_in(Path(match)) or [match])]
+        matches = [
+            file for match in matches for file in ([match] if is_url(match) else _tables_in(Path(match)) or [match])
+        ]
         if not matches and fault:
             raise _no_address(f"{shorten(str(part), MAX_SHOWN_PATH)}: {fault}", "an address that exists")
         if not matches:

@@ -180,7 +180,9 @@ def _cast_type(pa: Any, column: Any, new_type: Any) -> tuple[Any, dict[int, str]
     """The column in another type of its kind, and why a row's value cannot be cast."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if _num_zones(pa, column.type) != _num_zones(pa, new_type):  # pyarrow would take times without a zone for those of UTC
+    if _num_zones(pa, column.type) != _num_zones(
+        pa, new_type
+    ):  # pyarrow would take times without a zone for those of UTC
         faults = dict.fromkeys(np.flatnonzero(~_is_null(column)).tolist(), "times with a zone and without one differ")
         return pa.nulls(len(column), new_type), faults
     try:

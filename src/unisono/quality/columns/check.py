@@ -52,8 +52,8 @@ class ColumnOptions:
         mask: Reasons, of ``REASONS``, for which a value is replaced by none in a copy of the tables.
         unify: Whether all files get one schema in a copy of the tables.
         skips_unfit: Whether a row with a value that cannot be cast to the schema without loss is left out, or is an error.
-        null_texts: Texts that stand for no value in columns of other types, such as ``NA`` among numbers; in a copy with one schema
-            they are no value.
+        null_texts: Texts that stand for no value in columns of other types, such as ``NA`` among numbers; they are none in a copy
+            with one schema.
     """
 
     columns: tuple[str, ...] = ()

@@ -113,7 +113,10 @@ def _readable_part(values: dict[str, Any], others: OtherFields, place: str) -> R
             if name not in others:
                 kind = BASE64 if _is_base64(value) else _TYPES[type(value)]
                 others[name] = OtherField(
-                    kind, unreadable_error(f"{place}, field {quoted(name)}: {error}", _VALUES, "another field")
+                    kind,
+                    unreadable_error(
+                        f"{place}, field {quoted(name)}: {error}", _VALUES, "another field, or without such rows"
+                    ),
                 )
     return row
 

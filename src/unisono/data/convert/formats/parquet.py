@@ -55,7 +55,7 @@ _BYTES: Final = ("binary", "large_binary", "binary_view")
 def read(path: Path, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
     """The rows, with only these columns if given.
 
-    Columns and cells that no row can hold are an error, or are left out of the rows if ``others`` is given: it gets their columns.
+    Columns and cells that no row can hold are an error; if ``others`` is given, it gets these columns, and rows are without them.
     """
     file, limits, pa = _open(path)
     arrow = file.schema_arrow
