@@ -61,6 +61,8 @@ def test_the_summary_and_the_weights(desk: Desk) -> None:
     refused = desk.here("data", "balance", "reviews.jsonl", "--label", "kind")
     assert refused.code == 2
     assert "none with a label in the field 'kind'" in refused.err
+    assert "one of: label, text" in refused.err
+    assert "did you mean 'label'?" in desk.here("data", "balance", "reviews.jsonl", "--label", "lbl").err
 
 
 def test_a_run_in_two_parts_reads_the_same_samples(desk: Desk, tmp_path: Path) -> None:

@@ -126,3 +126,16 @@ def test_changes_that_would_go_nowhere(desk: Desk, options: list[str], given: st
     assert refused.code == 2
     assert given in refused.err
     assert not (desk.folder / "out").exists()
+
+
+def test_a_text_that_stands_for_no_value(desk: Desk, tmp_path: Path) -> None:
+    numbers = "x\n" + "1\n2\n" * 10
+    (tmp_path / "a.csv").write_text(f"{numbers}NA\n3\n")
+    refused = desk.here("data", "columns", str(tmp_path / "a.csv"), "--unify", "--out", str(tmp_path / "no"))
+    assert refused.code == 2
+    assert "--null-text NA" in refused.err
+    options = ("--unify", "--null-text", "NA", "--out", str(tmp_path / "out"))
+    done = desk.here("data", "columns", str(tmp_path / "a.csv"), *options)
+    assert done.code == 0, done.err
+    assert "1 text to no value" in done.out
+    assert (tmp_path / "out/data/a.csv").read_text() == f"{numbers}\n3\n"

@@ -190,6 +190,43 @@ def test_verify_and_bench_of_tables(desk: Desk, tmp_path: Path) -> None:
     assert bad.out.startswith(f"bad  {path}  1 records")
 
 
+def test_values_that_no_row_can_hold_are_no_damage(desk: Desk, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "meta": {"n": 1}}\n{"text": "b", "meta": null}\n')
+    prices = pa.array(["1.50", None]).cast(pa.decimal128(9, 2))
+    pq.write_table(pa.table({"text": ["a", "b"], "price": prices}), tmp_path / "a.parquet")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "a.parquet")]
+    done = desk.here("data", "verify", *files, "--json")
+    assert done.code == 0, done.out
+    assert [(file["ok"], file["records"]) for file in json.loads(done.out)["files"]] == [(True, 2)] * 2
+    for file, name, kind in ((files[0], "meta", "object"), (files[1], "price", "decimal128(9, 2)")):
+        done = desk.here("data", "inspect", file)
+        assert (done.code, done.err) == (0, "")
+        assert f"field {name}: {kind}" in done.out
+        assert "field text: string" in done.out
+        done = desk.here("data", "inspect", file, "--json")
+        assert json.loads(done.out)["fields"][name] == {"type": kind, "shape": None}
+
+
+def test_verify_finds_damage_in_columns_that_no_row_can_hold(desk: Desk, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"base64": "?"}}\n{"a": 2}\n')
+    prices = pa.array([f"{n}.50" for n in range(999)]).cast(pa.decimal128(9, 2))
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"price": prices}), path, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    flip(path, path.stat().st_size // 2)
+    done = desk.here("data", "verify", str(tmp_path / "a.jsonl"), str(path))
+    assert done.code == 1
+    assert done.out.count("bad  ") == 2
+    assert "base64" in done.out
+
+
 def test_a_token_shard_is_not_converted(desk: Desk, shard: Path, tmp_path: Path) -> None:
     done = desk.here("data", "convert", str(shard), str(tmp_path / "b.jsonl"))
     assert (done.code, f"{shard}, a token shard" in done.err) == (2, True)

@@ -70,7 +70,7 @@ def test_copied_rows_that_others_could_write_are_copied_again(tmp_path: Path) ->
     source.write_text("a\n1\n")
     calls: list[int] = []
 
-    def rows():  # type: ignore[no-untyped-def]
+    def rows(_):  # type: ignore[no-untyped-def]
         calls.append(1)
         yield {"a": 1}
 

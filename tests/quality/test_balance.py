@@ -129,6 +129,12 @@ def test_power_and_limit() -> None:
             {"field": "label"},
             "row 1, field 'label': .*a lone surrogate at 1",
         ),
+        ('{"a": ' * 1400 + "1" + "}" * 1400 + "\n", {"field": "label"}, "line 1 .*more than 100 lists and objects"),
+        (
+            '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+            {"field": "label"},
+            "line 1 .*more than 100 lists and objects",
+        ),
         ('{"label": "a"}\n{"label": ""}\n', {"field": "label", "max_repeats": 1}, "of which 1 have a label"),
     ],
 )
@@ -144,6 +150,14 @@ def test_other_fields_of_a_line_may_hold_any_value(tmp_path: Path) -> None:
     result = balance([tmp_path / "a.jsonl"], field="label")
     assert counts_of(result) == {"a": 1}
     assert result.unlabelled == 2
+
+
+def test_a_file_without_rows_beside_others(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").touch()
+    assert balance([path, tmp_path / "b.jsonl"], field="label").classes == balance([path], field="label").classes
+    with pytest.raises(DataError, match=r"b\.jsonl: 0 rows"):
+        balance([tmp_path / "b.jsonl"], field="label")
 
 
 def test_the_same_job_again_and_another_in_its_folder(tmp_path: Path) -> None:

@@ -384,12 +384,69 @@ def test_values_of_parquet_that_would_lose_are_named(tmp_path: Path) -> None:
     }
 
 
+def test_times_keep_their_zones(tmp_path: Path) -> None:
+    """A time without a zone is no instant: it becomes none, and an instant keeps a zone."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    stamp = 1_700_000_000_000_000
+    types = {zone: pa.timestamp("us", zone) for zone in (None, "-05:00", "UTC")}
+
+    def files(folder: Path, usual: str | None, odd: str | None, *, nested: bool) -> list[Path]:
+        folder.mkdir()
+        paths = [folder / f"{name}.parquet" for name in "abc"]
+        for path, zone in zip(paths, (usual, usual, odd), strict=True):
+            kind = pa.list_(types[zone]) if nested else types[zone]
+            pq.write_table(pa.table({"t": pa.array([None, [stamp] if nested else stamp], kind), "n": [1, 2]}), path)
+        return paths
+
+    for number, (usual, odd, nested) in enumerate(
+        [(None, "-05:00", False), ("-05:00", None, False), (None, "UTC", True), ("UTC", None, True)]
+    ):
+        paths = files(tmp_path / f"{number}", usual, odd, nested=nested)
+        told = refusal(paths, tmp_path / f"out{number}", UNIFY)
+        assert "row 1, column 't'" in told
+        assert "with a zone and without" in told
+        check_columns(paths, out=tmp_path / f"skipped{number}", options=SKIP)
+        assert pq.read_table(tmp_path / f"skipped{number}/data/c.parquet").to_pydict() == {"t": [None], "n": [1]}
+    paths = files(tmp_path / "zones", "UTC", "-05:00", nested=False)
+    check_columns(paths, out=tmp_path / "utc", options=UNIFY)
+    new = pq.read_table(tmp_path / "utc/data/c.parquet")["t"]
+    assert new.type == types["UTC"]
+    assert new.cast("int64").to_pylist() == [None, stamp]
+
+
 def test_a_text_among_numbers_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(["x", *map(str, range(20)), "ERR"]) + "\n")
     assert "row 20, column 'x': 'ERR' (str)" in refusal([path], tmp_path / "out", UNIFY)
     check_columns([path], out=tmp_path / "skipped", options=SKIP)
     assert (tmp_path / "skipped/data/a.csv").read_text() == "\n".join(["x", *map(str, range(20))]) + "\n"
+
+
+def test_texts_that_stand_for_no_value(tmp_path: Path) -> None:
+    """Among numbers they become no value, more of them than a tenth too; in a column of texts they stay."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    csv = tmp_path / "a.csv"
+    csv.write_text('x,s\n1,a\n"NA",NA\nn/a,b\n4,n/a\n')
+    rows = jsonl(tmp_path / "b.jsonl", [{"x": 1, "s": "NA"}, {"x": "NA", "s": "b"}, {"x": 3, "s": "c"}])
+    pq.write_table(pa.table({"x": ["5", "n/a"], "s": ["NA", "d"]}), tmp_path / "c.parquet")
+    paths = [csv, rows, tmp_path / "c.parquet"]
+    assert "mixed" in str(check_columns(paths[1:2]).columns)
+    options = ColumnOptions(unify=True, null_texts=("NA", "n/a"))
+    result = check_columns(paths, out=tmp_path / "out", options=options)
+    assert result.changes is not None
+    assert result.changes.types == {"x": "int", "s": "string"}
+    assert {(cast.file, cast.change, cast.count) for cast in result.changes.casts if "no value" in cast.change} >= {
+        ("a.csv", "text to no value", 2),
+        ("b.jsonl", "text to no value", 1),
+    }
+    new = tmp_path / "out/data"
+    assert (new / "a.csv").read_text() == "x,s\n1,a\n,NA\n,b\n4,n/a\n"
+    assert [(row["x"], row["s"]) for row in lines(new / "b.jsonl")] == [(1, "NA"), (None, "b"), (3, "c")]
+    assert pq.read_table(new / "c.parquet").to_pydict() == {"x": [5, None], "s": ["NA", "d"]}
+    tar = tmp_path / "d.tar"
+    write_table(tar, Table(rows=[{"x": n} for n in (1, "NA", 3)]))
+    with pytest.raises(DataError, match="row 1, column 'x': 'NA'"):
+        check_columns([tar], out=tmp_path / "tar", options=options)
 
 
 def test_a_format_without_null_gets_no_column(tmp_path: Path) -> None:

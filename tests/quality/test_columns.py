@@ -119,7 +119,7 @@ def test_a_text_among_numbers_of_csv(tmp_path: Path) -> None:
     assert difference.given == "20 int, 1 string; first string: 'ERR' (str)"
 
 
-@pytest.mark.parametrize("content", [b"", b"a,b\n", b"a,b\n1,2\n"])
+@pytest.mark.parametrize("content", [b"a,b\n", b"a,b\n1,2\n"])
 def test_small_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.csv").write_bytes(content)
     result = check_columns([tmp_path / "a.csv"])
@@ -362,3 +362,11 @@ def test_the_page_counts_groups_that_are_not_listed(tmp_path: Path) -> None:
     assert "Groups with flagged values" in page
     assert "Groups with gaps or stamps out of order" in page
     assert page.count(">3 more rows are left out.<") == 2
+
+
+def test_a_csv_file_without_a_header_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(DataError, match="empty file, without header line"):
+        check_columns([tmp_path / "a.csv"])
+    (tmp_path / "a.csv").write_text("x,y\n")
+    assert [column.name for column in check_columns([tmp_path / "a.csv"]).columns] == ["x", "y"]

@@ -14,9 +14,11 @@ import pytest
 from label_marks import mark, save_marks
 from pictures import jpeg, photograph
 
-from unisono.data.convert.table_files import open_table
+from unisono.data.convert.formats.table import Table
+from unisono.data.convert.table_files import open_table, write_table
 from unisono.errors import DataError
 from unisono.quality.clean import clean
+from unisono.quality.columns.check import ColumnOptions, check_columns
 from unisono.quality.labels.label_errors import find_label_errors
 from unisono.quality.labels.relabel import relabel
 from unisono.quality.leak import find_leaks
@@ -144,8 +146,8 @@ def test_a_text_that_may_not_be_null(tmp_path: Path) -> None:
 
 
 def test_row_groups_are_bounded(tmp_path: Path) -> None:
-    texts = [f"text {row}" for row in range(20_000)]
-    pq.write_table(pa.table({"text": texts, "raw": [b"x" * 4000] * 20_000}), tmp_path / "a.parquet")
+    texts = [f"text {row}" for row in range(20_000)] + ["text 0"]  # a copy, so that the file is written anew
+    pq.write_table(pa.table({"text": texts, "raw": [b"x" * 4000] * 20_001}), tmp_path / "a.parquet")
     clean([tmp_path / "a.parquet"], tmp_path / "out", only_dedup(EXACT))
     metadata = pq.read_metadata(tmp_path / "out" / "data" / "a.parquet")
     assert metadata.num_rows == 20_000
@@ -291,3 +293,46 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     assert_same(
         pq.read_table(tmp_path / "out" / "data" / "c.parquet"), pq.read_table(tmp_path / "c.parquet").slice(0, 2)
     )
+
+
+@pytest.mark.parametrize("codec", ["zstd", "gzip", "none"])
+def test_the_compression_stays(tmp_path: Path, codec: str) -> None:
+    table = pa.table(
+        {"text": ["a b c", "mail me@example.org", "a b c"], "list": [[1], [2, 3], []], "x": [1.0, 2.0, None]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", compression=codec)
+    clean([tmp_path / "a.parquet"], tmp_path / "clean", recipe=MASK)
+    (tmp_path / "b.jsonl").write_text('{"y": 1}\n')
+    options = ColumnOptions(unify=True)
+    check_columns([tmp_path / "a.parquet", tmp_path / "b.jsonl"], out=tmp_path / "columns", options=options)
+    expected = {"none": "UNCOMPRESSED"}.get(codec, codec.upper())
+    for folder, rows in (("clean", 2), ("columns", 3)):
+        metadata = pq.ParquetFile(tmp_path / folder / "data/a.parquet").metadata
+        group = metadata.row_group(0)
+        assert metadata.num_rows == rows
+        assert {group.column(number).compression for number in range(group.num_columns)} == {expected}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tar"])
+def test_a_file_without_changes_is_copied(tmp_path: Path, suffix: str) -> None:
+    """Byte for byte, beside a file in which a row changes, and with rows that are dropped in another."""
+    paths = [tmp_path / f"{name}{suffix}" for name in "abcd"]
+    rows = [
+        [{"text": "a b c", "x": 1}, {"text": "d e f", "x": 2}],
+        [{"text": "mail me@example.org", "x": 3}],
+        [{"text": "g h i", "x": 4}],
+        [{"text": "j k l", "x": 5}, {"text": "d e f", "x": 6}],
+    ]
+    for path, of_file in zip(paths, rows, strict=True):
+        write_table(path, Table(rows=of_file))
+    if suffix == ".csv":
+        paths[0].write_bytes(b"text,x\r\na b c,1\r\nd e f,2\r\n")
+    clean(paths, tmp_path / "out", recipe=MASK)
+    new = [tmp_path / "out/data" / path.name for path in paths]
+    assert [new[n].read_bytes() == paths[n].read_bytes() for n in range(4)] == [True, False, True, False]
+    assert [[row["text"] for row in open_table(path).rows] for path in new] == [
+        ["a b c", "d e f"],
+        ["mail <EMAIL>"],
+        ["g h i"],
+        ["j k l"],
+    ]

@@ -204,3 +204,30 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     assert refused(tmp_path, table(tmp_path / "u.csv", "x,label"), TABLE).startswith(
         f"{tmp_path}/u.csv, which has no rows\n"
     )
+
+
+def test_columns_that_a_task_does_not_read_may_hold_anything(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"t{n}", "label": "ab"[n % 2], "meta": {"n": n}} for n in range(6)]
+    train = table(tmp_path / "t.jsonl", *map(json.dumps, rows))
+    task = resolved(tmp_path, train, TaskOptions(kind="text"))
+    assert (task.inputs, task.target, task.classes) == (("text",), "label", ("a", "b"))
+    assert "meta" in refused(tmp_path, train, TaskOptions(kind="table", target="label"))
+    rows[3]["text"] = None
+    train = table(tmp_path / "u.jsonl", *map(json.dumps, rows))
+    data = DataOptions(train=train, eval=train, cache_dir=str(tmp_path / "cache"))
+    task = resolved(tmp_path, train, TaskOptions(kind="text"))
+    with pytest.raises(DataError, match="line 4, field 'text'"):
+        predictor_data(task, data, ImageOptions(), TextOptions(), tokenizer=None, buckets=8)
+
+
+def test_a_folder_of_tables_of_two_formats(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    table(folder / "a.csv", "text,label", *(f"t{n},{'ab'[n % 2]}" for n in range(6)))
+    table(folder / "b.jsonl", *(json.dumps({"text": f"u{n}", "label": "c"}) for n in range(4)))
+    task = resolved(tmp_path, str(folder), TABLE)
+    assert task.classes == ("a", "b", "c")
+    options = DataOptions(train=str(folder), eval_frac=0.2, cache_dir=str(tmp_path / "cache"))
+    data = predictor_data(task, options, ImageOptions(), TextOptions(), tokenizer=None, buckets=8)
+    assert data.train is not None
+    assert len(data.train) + len(data.held_out) == 10

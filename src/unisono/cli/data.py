@@ -358,18 +358,23 @@ def _document(tokens: TokenSet, number: int) -> list[int]:
 def _inspect_rows(file: Path, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats.table import describe_value, field_type_of
+    from unisono.data.convert.formats.table import OtherFields, describe_value, field_type_of
     from unisono.data.convert.table_files import open_table
 
-    table = open_table(file)
+    others: OtherFields = {}
+    table = open_table(file, others=others)
     first = list(islice(table.rows, 5))
-    fields = table.schema or {name: field_type_of(name, value) for row in first[:1] for name, value in row.items()}
+    kinds = {name: field_type_of(name, value) for row in first for name, value in row.items()}
+    fields = table.schema or kinds
     rows = [{name: describe_value(value) for name, value in row.items()} for row in first]
     size = file.stat().st_size
     types = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
-    lines = [f"{file}: {size:,} bytes, rows of {len(fields)} fields"]
+    types |= {name: {"type": field.type, "shape": None} for name, field in others.items()}
+    lines = [f"{file}: {size:,} bytes, rows of {len(types)} fields"]
     for name, field in fields.items():
-        lines.append(f"field {name}: {field.type}{'' if field.shape is None else f' {list(field.shape)}'}")
+        if name not in others:
+            lines.append(f"field {name}: {field.type}{'' if field.shape is None else f' {list(field.shape)}'}")
+    lines += [f"field {name}: {field.type}, which runs and convert do not read" for name, field in others.items()]
     for number, row in enumerate(rows):
         lines.append(f"  row {number}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
     print_result(as_json, {"path": str(file), "bytes": size, "fields": types, "first": rows}, lines)

@@ -48,6 +48,13 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
 )
 @click.option("--unify", is_flag=True, help="Write a copy in which all files have one schema.")
 @click.option(
+    "--null-text",
+    "null_texts",
+    multiple=True,
+    metavar="TEXT",
+    help="A text that stands for no value among values of other types, such as NA. May be repeated.",
+)
+@click.option(
     "--on-error",
     type=click.Choice(("fail", "skip")),
     help="With --unify, on a value that cannot be cast without loss (default: fail).",
@@ -64,6 +71,7 @@ def check_table_columns(
     max_gap: float | None,
     mask: tuple[str, ...],
     unify: bool,
+    null_texts: tuple[str, ...],
     on_error: str | None,
     as_json: bool,
 ) -> int:
@@ -112,6 +120,7 @@ def check_table_columns(
         max_gap=3.0 if max_gap is None else max_gap,
         mask=tuple(reason for reason in _REASONS if reason in mask or "all" in mask),
         unify=unify,
+        null_texts=null_texts,
         skips_unfit=on_error == "skip",
     )
     with resumable(out) as progress:

@@ -21,6 +21,7 @@ from unisono.cli.data_common import (
     worker_options,
 )
 from unisono.cli.job_progress import resumable
+from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -244,6 +244,7 @@ class _SubsetDataset(PerSampleDataset):
     def __init__(self, base: Dataset, ids: Ids) -> None:
         self._base, self._ids = base, ids
         self.class_names: dict[str, tuple[str, ...]] = getattr(base, "class_names", {})
+        self.column_faults: Mapping[str, DataError] = getattr(base, "column_faults", {})
         self.fingerprint = f"subset:{xxhash.xxh3_64_hexdigest(ids.tobytes())}:{base.fingerprint}"
 
     def __len__(self) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
+from unisono.errors import nearest_name
 from unisono.quality.balance_page import write_balance_page
-from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
+from unisono.quality.class_labels import LabelledFile, find_labelled, first_fields, read_classes, require_unchanged
 from unisono.quality.file_meter import FileMeter
 from unisono.quality.job_folder import open_job
 from unisono.quality.progress import SILENT, Advance, Progress
@@ -106,6 +107,12 @@ def balance(
         names: dict[str, int] = {}
         progress.begin("reading", sum(file.size for file in files), "bytes")
         labels = [_labels(file, field, names, progress.advance) for file in files]
+        if not any(of_file.size for of_file in labels):
+            raise refused(
+                f"{files[0].path}{' and others' if len(files) > 1 else ''}: 0 rows",
+                "classes are those of rows",
+                "tables with rows",
+            )
         counts = np.sum([np.bincount(of_file[of_file >= 0], minlength=len(names)) for of_file in labels], axis=0)
         result, weights = _balance(counts, list(names), sum(map(len, labels)), power, max_repeats)
         require_unchanged(files)
@@ -132,11 +139,11 @@ def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Adva
                 "the field of the class",
             )
     labels = np.array(numbers, np.int32)
-    if not (labels >= 0).any():
+    if labels.size and not (labels >= 0).any():
         raise refused(
             f"{file.path}: {len(labels):,} rows, and none with a label in the field {quoted(field)}",
             "rows have the name or the number of their class in one field",
-            f"--label FIELD; unisono data inspect {file.path} shows the fields",
+            f"--label FIELD; {nearest_name(field, first_fields(file))}",
         )
     return labels
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
-from unisono.data.convert.formats.table import Row, check_columns, describe_value, open_source
+from unisono.data.convert.formats.table import OtherFields, Row, check_columns, describe_value, open_source
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import open_file
 from unisono.data.per_file_arrays import file_stamp
@@ -136,6 +136,14 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
             known[key] = _name(value, names, file.path, row, field)
         yield known[key]
     meter.end()
+
+
+def first_fields(file: LabelledFile) -> list[str]:
+    """The fields of the first row. Raises DataError if the file is damaged."""
+    others: OtherFields = {}
+    is_arrow = file.kind == ARROW
+    rows = arrow_rows(arrow_files(file.path)) if is_arrow else open_file(file.path, file.kind, others=others).rows
+    return [*next(iter(rows), {}), *others]
 
 
 def _folders_of_images(folder: Path, field: str) -> Iterator[str]:

@@ -36,11 +36,16 @@ from unisono.quality.parquet_rows import write_kept_parquet
 from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
-from unisono.storage.files import new_file, open_regular
+from unisono.storage.files import copy_file, new_file, open_regular
 from unisono.storage.json_lines import as_json
 from unisono.tasks.sources import TARGETS
 
 _WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
+_COPIED: Final = (
+    ".parquet",
+    ".tar",
+    ".csv",
+)  # which have all their rows in one file; the lines of JSONL stay in any case
 _INDEX_ONLY: Final = "--index-only writes their row indices; "
 
 
@@ -59,7 +64,8 @@ def write_kept(
     """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their row indices (see ``data.kept_rows``).
 
     Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte, and rows of Parquet
-    stay as pyarrow has them; rows of other formats are read and written. ``data`` leaves out a file without kept rows. The names
+    stay as pyarrow has them; rows of other formats are read and written. A file of Parquet, CSV or tar of which all documents are
+    kept as they are is copied. ``data`` leaves out a file without kept rows. The names
     of the classes of image records go with them.
 
     Args:
@@ -88,7 +94,10 @@ def write_kept(
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
             target = _place(folder / DATA_FOLDER / new_names.get(number, file.name))
-            _write_file(file, target, kept, texts, documents.column, label)
+            if file.kind in _COPIED and kept.all() and not new_texts.has_any(int(end - count), int(end)):
+                copy_file(file.path, target)
+            else:
+                _write_file(file, target, kept, texts, documents.column, label)
         for _ in texts:  # which no file has read
             pass
     write_kept_files(folder, list(_kept_files(documents, is_kept, counts)))
@@ -109,6 +118,12 @@ class _NewTexts:
         self._advance = advance
         self._next = next(self._rest, None)
         self.count = 0
+
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether some of the documents from ``begin`` up to ``end``, all of which are kept, have changed."""
+        while self._next is not None and self._next[0] < begin:
+            self._next = next(self._rest, None)
+        return self._next is not None and self._next[0] < end
 
     def of_file(self, begin: int, kept: NDArray[np.bool_]) -> Iterator[bytes | None]:
         """The new text of each kept document of a file, whose documents begin at ``begin``; None where it has not changed."""

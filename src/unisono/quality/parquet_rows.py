@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.parquet import read_batches, write_batches
+from unisono.data.convert.formats.parquet import codec_of, read_batches, write_batches
 from unisono.data.convert.formats.table import Row, unreadable_error, unwritable_error
 from unisono.quality.columns.table_cells import stored_kind
 from unisono.quality.file_meter import UNMETERED, FileMeter
@@ -76,7 +76,7 @@ def write_kept_parquet(
     column: str,
     change: Callable[[Any, bytes], Any],
 ) -> None:
-    """Write the kept rows of a file with its schema, batch by batch: types, nulls, metadata and all other cells stay.
+    """Write the kept rows of a file with its schema and compression, batch by batch: nulls, metadata and all other cells stay.
 
     Args:
         source: The file.
@@ -90,7 +90,7 @@ def write_kept_parquet(
         DataError: The file is damaged, or its column cannot hold a new value.
     """
     file, batches = read_batches(source)
-    write_batches(target, file.schema_arrow, _kept(source, batches, kept, changes, column, change))
+    write_batches(target, file.schema_arrow, _kept(source, batches, kept, changes, column, change), codec_of(file))
 
 
 def _kept(

@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -130,6 +131,12 @@ def new_file(path: Path, *, mode: int = FILE_MODE) -> Generator[IO[Any]]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Write the bytes of a regular file to ``target``, so that it holds either its old content or all of the new."""
+    with open_regular(source) as file, new_file(target) as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def write_atomically(path: Path, *parts: Any, mode: int = FILE_MODE) -> None:

@@ -51,9 +51,9 @@ def token_shards(given: str | tuple[str, ...], data: DataOptions) -> TokenSet | 
 
 
 def groups_of(given: str | tuple[str, ...], data: DataOptions) -> list[tuple[str, ...]]:
-    """The addresses as sources: files of one format together, and each folder of images."""
+    """The addresses as sources: files of one format together, those of a folder of tables too, and each folder of images."""
     parts = addresses(given)
-    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[")):
+    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[") and not os.path.isdir(parts[0])):
         return [tuple(parts)] if parts else []
     groups = source_groups(parts, cache_folder(data) / "sources")
     return [tuple(parts)] if len(groups) == 1 else [tuple(map(str, group)) for group in groups]
@@ -168,8 +168,10 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
+    """The first training sample, with all columns; those that no sample can hold have an absent value, and cannot be read."""
     source = open_group(train_groups(data)[0] if data.train else "", None, data, task, data.train_kept_rows)
-    return read_samples(source, np.zeros(1, np.int64))[0]
+    absent = {name: np.zeros(0, np.uint8) for name in getattr(source, "column_faults", {})}
+    return {**read_samples(source, np.zeros(1, np.int64))[0], **absent}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def test_rows_that_are_no_records(tmp_path: Path, rows: list[dict[str, Any]], gi
         ('{"a": {"base64": "?"}}', "base64: "),
         ('{"a": ["x", 1]}', "a list inside a row is of strings, or of numbers: "),
         ('{"a": ["x", null]}', "a list inside a row is of strings, or of numbers: "),
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", "more than 100 lists inside each other"),
         ('{"a": [["x"]]}', "a list inside a row is of strings, or of numbers: "),
         ('{"a"', "Expecting ':' delimiter"),
     ],

@@ -26,7 +26,7 @@ from unisono.data.image import encode_jpeg
 from unisono.data.loading.sample_cache import cached
 from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
-from unisono.data.sources import open_source
+from unisono.data.sources import open_source, source_files, source_groups
 from unisono.data.sources.remote import local_copies
 from unisono.errors import DataError, ExtraError
 
@@ -56,6 +56,63 @@ def test_tables_have_the_rows_that_were_written(tmp_path: Path) -> None:
         assert [int(sample["x"]) for sample in samples] == ORDER.tolist()
         assert [float(sample["y"]) for sample in samples] == (ORDER / 2).tolist()
         assert [sample["text"].tobytes().decode() for sample in samples] == [rows[i]["text"] for i in ORDER]
+
+
+def mixed_rows(folder: Path, suffix: str) -> Path:
+    """Rows with a text, a number, and fields that no sample can hold: an object or decimal number, and a null in the last row."""
+    path = folder / f"a{suffix}"
+    if suffix == ".jsonl":
+        rows = [{"text": f"t{n}", "label": n % 2, "meta": {"n": n}, "score": n if n < 4 else None} for n in range(5)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    meta = pa.array([f"{n}.50" for n in range(5)]).cast(pa.decimal128(9, 2))
+    scores = pa.array([0, 1, 2, 3, None])
+    pq.write_table(pa.table({"text": list("abcde"), "label": [0, 1] * 2 + [0], "meta": meta, "score": scores}), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_only_columns_that_are_read_need_values(tmp_path: Path, suffix: str) -> None:
+    path = mixed_rows(tmp_path, suffix)
+    for _ in range(2):  # the second time from the copy
+        data = open_source(path, columns={"inputs": "text", "targets": "label"})
+        assert [int(sample["targets"]) for sample in data.samples(np.arange(5))] == [0, 1, 0, 1, 0]  # type: ignore[attr-defined]
+        whole = open_source(path)
+        assert {*whole.samples(np.arange(1))[0]} == {"text", "label"}  # type: ignore[attr-defined]
+        assert {*whole.column_faults} == {"meta", "score"}  # type: ignore[attr-defined]
+        for name, said in (("meta", "object" if suffix == ".jsonl" else "decimal128(9, 2)"), ("score", "null")):
+            with pytest.raises(DataError, match=re.escape(said)) as caught:
+                open_source(path, columns={"inputs": name})
+            assert name in str(caught.value)
+    with pytest.raises(DataError, match="column 'mta'"):
+        open_source(path, columns={"inputs": "mta"})
+
+
+def test_a_folder_of_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    for number, name in enumerate(
+        ("b.jsonl", "more/c.jsonl", "a.jsonl", "z-00001-of-00002.jsonl", "z-00000-of-00002.jsonl")
+    ):
+        (folder / name).write_text(f'{{"x": {number}}}\n')
+    (folder / "README.md").write_text("no table")
+    (folder / ".hidden.csv").write_text("x\n5\n")
+    data = open_source(folder)
+    assert [int(sample["x"]) for sample in data.samples(np.arange(5))] == [2, 0, 1, 4, 3]  # type: ignore[attr-defined]
+    assert source_files(folder, tmp_path / "cache")[0] == folder / "a.jsonl"
+    (folder / "a.csv").write_text("x\n5\n")
+    with pytest.raises(DataError, match="files of 2 formats"):
+        open_source(folder)
+    groups = source_groups([folder], tmp_path / "cache")
+    assert [len(group) for group in groups] == [1, 5]
+
+
+def test_rows_without_any_value_that_a_sample_can_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"meta": {"n": 1}}\n{"meta": null}\n')
+    assert open_source(tmp_path / "a.jsonl").samples(np.arange(2)) == [{}, {}]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "arrow"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from unisono.data.convert.file_kind import MINDRECORD, RECORDIO, TOKENS, file_kind
+from unisono.data.convert.formats import jsonl, parquet
+from unisono.data.convert.formats.table import OtherFields
 from unisono.data.convert.table_files import open_file
 from unisono.data.mindrecord import MindRecordFile
 from unisono.data.mindrecord.encryption import is_encrypted
@@ -32,12 +34,19 @@ def verify_file(path: Path) -> VerifyReport:
         return _verify_tokens(path)
     if kind == MINDRECORD:
         return _verify_mindrecord(path)
-    rows, findings = 0, list[Finding]()
+    rows, findings, others = 0, list[Finding](), OtherFields()
     try:
-        for _ in open_file(path, kind).rows:
-            rows += 1
+        if kind == ".parquet":  # all columns, those of types that no row can hold too
+            for batch in parquet.read_batches(path)[1]:
+                rows += batch.num_rows
+        else:
+            for _ in open_file(path, kind, others=others).rows:
+                rows += 1
     except DataError as error:
         findings = _findings(path, error)
+    for field in others.values():
+        if field.type == jsonl.BASE64:  # any other is a value of JSON
+            findings += _findings(path, field.error)
     return _report(path, rows, findings, checksums=_CHECKSUMS.get(kind, ""))
 
 

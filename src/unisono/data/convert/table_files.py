@@ -27,7 +27,14 @@ from typing import Any, Final
 
 from unisono.data.cleaning_record import write_cleaning_file
 from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
-from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
+from unisono.data.convert.formats.table import (
+    OtherFields,
+    Row,
+    Table,
+    select_columns,
+    unreadable_error,
+    unwritable_error,
+)
 from unisono.data.kept_rows import kept_of_table, read_kept_rows
 from unisono.storage.limits import MAX_TABLE_SHARDS
 
@@ -61,6 +68,7 @@ def open_table(
     columns: Sequence[str] | None = None,
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
+    others: OtherFields | None = None,
 ) -> Table:
     """Open a file, or all files of the set ``name-00000-of-00005…`` that it belongs to. Rows are read lazily.
 
@@ -69,6 +77,8 @@ def open_table(
         columns: Only these fields, in this order. By default all.
         base64: Columns of a CSV file that hold bytes as base64.
         arrays: Features of ``tf.Example`` that are arrays even with one value.
+        others: If given, values of JSON lines and Parquet that no row can hold are left out of their rows, and it gets their
+            fields while rows are read. By default they are errors.
 
     Raises:
         DataError: The suffix is unknown, an option has no effect on the format, a file of a set is missing, or files of
@@ -92,8 +102,8 @@ def open_table(
                 f"arrays {sorted(arrays)} of {path}", "only tf.Example leaves that open", "leave it out"
             )
         options["arrays"] = arrays
-    if columns is not None and name in _READS_COLUMNS:
-        options["columns"] = columns
+    if name in _READS_COLUMNS:
+        options |= {"columns": columns, "others": others}
     files = files_of(path)
     table: Table = module.read(files[0], **options)
     if len(files) > 1:
@@ -101,12 +111,17 @@ def open_table(
     return table if columns is None else select_columns(table, columns)
 
 
-def open_file(path: Path, kind: str, columns: Sequence[str] | None = None) -> Table:
-    """Open one file of a table format, not the set that it belongs to; with only these fields if given."""
+def open_file(path: Path, kind: str, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
+    """Open one file of a table format, not the set that it belongs to.
+
+    Args:
+        path: The file.
+        kind: Its format, as ``file_kind`` names it.
+        columns: Only these fields. By default all.
+        others: As of ``open_table``.
+    """
     module: Any = importlib.import_module(f"unisono.data.convert.formats.{_READ[kind]}")
-    table: Table = (
-        module.read(path, columns) if columns is not None and _READ[kind] in _READS_COLUMNS else module.read(path)
-    )
+    table: Table = module.read(path, columns, others) if _READ[kind] in _READS_COLUMNS else module.read(path)
     return table if columns is None else select_columns(table, columns)
 
 

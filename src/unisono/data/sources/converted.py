@@ -7,48 +7,60 @@ its fingerprint is of its content, so that a copy of the data elsewhere is the s
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 import xxhash
 
-from unisono.data.convert.formats.table import Row, describe_value
+from unisono.data.convert.formats.table import OtherFields, Row, describe_value
 from unisono.data.dataset import Batch, check_sample
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
 from unisono.errors import DataError
 from unisono.sanitize import quoted
-from unisono.storage.files import file_lock, os_reason
-from unisono.storage.ownership import make_own_folder, untrusted_reason
+from unisono.storage.files import file_lock, os_reason, write_atomically
+from unisono.storage.ownership import make_own_folder, read_own_json, untrusted_reason
 
 _LOG: Final = logging.getLogger("unisono.data")
 _VERSION: Final = 3  # of what becomes of a row; 1: floats were float32, 2: lists of strings with line ends
 
 
-def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: Path) -> RecordDataset:
-    """The rows of ``paths`` as a data set with random access.
+def converted(
+    paths: Sequence[Path], rows: Callable[[OtherFields], Iterator[Row]], cache: Path
+) -> tuple[RecordDataset, dict[str, DataError]]:
+    """The rows of ``paths`` as a data set with random access, and the columns that it cannot hold.
 
     Args:
         paths: The files that the rows are of.
-        rows: Reads all rows, in order; called only if there is no copy.
+        rows: Reads all rows, in order; called only if there is no copy. What it is called with gets the fields with values that
+            it has left out of their rows.
         cache: Folder of the copies.
+
+    Returns:
+        The samples, and the error of each field with such values.
 
     Raises:
         DataError: The cache folder cannot be written, there is no row, or ``rows`` raises it.
     """
     stamps = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = f"rows-{xxhash.xxh3_128_hexdigest(repr((_VERSION, stamps)).encode())}"
-    data = cache / f"{name}.rec"
+    data, others = cache / f"{name}.rec", cache / f"{name}.others.json"
     try:
         make_own_folder(cache, option="data.cache_dir")
         with file_lock(cache / f"{name}.lock"):
-            if not data.exists() or untrusted_reason(data):  # such as of an earlier version, under umask 002
+            is_trusted = data.exists() and not untrusted_reason(data)
+            if not is_trusted or (
+                others.exists() and untrusted_reason(others)
+            ):  # such as of an earlier version, under umask 002
                 _LOG.info("%s is copied to %s for random access", paths[0], data)
-                _write(data, rows, given=str(paths[0]))
+                _write(data, others, rows, given=str(paths[0]))
+        faults = read_own_json(others) if others.exists() else {}
     except OSError as error:
         raise DataError(
             given=f"the cache folder {cache}: {os_reason(error)}",
@@ -56,7 +68,9 @@ def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: P
             consequence="the data cannot be read in the order of training",
             nearest=f"data.cache_dir with another folder, or room there ({shutil.disk_usage(cache.anchor).free >> 20} MiB free)",
         ) from error
-    return RecordDataset([RecordFile(data)], unpack_sample)
+    return RecordDataset([RecordFile(data)], unpack_sample), {
+        name: DataError(**parts) for name, parts in faults.items()
+    }
 
 
 def sample_of_row(row: Row, number: int) -> Batch:
@@ -68,9 +82,11 @@ def sample_of_row(row: Row, number: int) -> Batch:
     return check_sample({str(name): _value(value, str(name), number) for name, value in row.items()})
 
 
-def _write(path: Path, rows: Callable[[], Iterator[Row]], *, given: str) -> None:
+def _write(path: Path, others: Path, rows: Callable[[OtherFields], Iterator[Row]], *, given: str) -> None:
+    """Write the samples to ``path``, and before it is there the errors of other fields, if there are any, to ``others``."""
+    fields: OtherFields = {}
     with RecordWriter(path, overwrite=True) as writer:
-        for number, row in enumerate(rows()):
+        for number, row in enumerate(rows(fields)):
             sample = sample_of_row(row, number)
             writer.write(pack_sample({name: np.asarray(value) for name, value in sample.items()}))
         if not len(writer):
@@ -80,6 +96,9 @@ def _write(path: Path, rows: Callable[[], Iterator[Row]], *, given: str) -> None
                 consequence="nothing was opened",
                 nearest="a source with rows",
             )
+        if fields:
+            faults = {name: asdict(field.error.problems[0]) for name, field in fields.items()}
+            write_atomically(others, json.dumps(faults).encode())
 
 
 def _value(value: Any, name: str, number: int) -> Any:

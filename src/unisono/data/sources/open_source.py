@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
 from itertools import chain
@@ -15,10 +15,10 @@ import xxhash
 
 from unisono.data.combined import subset
 from unisono.data.convert.file_kind import TOKENS, beside_target, file_kind, kind_of_name
-from unisono.data.convert.formats.table import Row, check_columns
+from unisono.data.convert.formats.table import OtherFields, Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
-from unisono.data.convert.pack.image_listing import ImageListing, list_images
-from unisono.data.convert.table_files import files_of, open_table
+from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES, ImageListing, list_images
+from unisono.data.convert.table_files import files_of, open_table, read_formats
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
 from unisono.data.image.records import TILES, image_records
 from unisono.data.kept_rows import KeptRows, kept_samples, read_kept_rows, require_rows, without_dropped
@@ -29,6 +29,7 @@ from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import converted, sample_of_row
 from unisono.data.sources.remote import local_copies, matching_urls
+from unisono.data.tokens.corpus import find_corpus
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
@@ -37,11 +38,12 @@ from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_NAMES_BYTES, read_limited
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
+_IN_FOLDERS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 _CIFAR: Final = ("data_batch", "test_batch")
 _ARROW: Final = "arrow"
 _KNOWN: Final = (
     ".bin token shards, .rec records, .mindrecord, .csv, .jsonl, .parquet, .tar (webdataset), .tfrecord, idx files of MNIST, a "
-    "folder of images, and a folder of Hugging Face's save_to_disk"
+    "folder of images or of tables, and a folder of Hugging Face's save_to_disk"
 )
 
 
@@ -61,12 +63,16 @@ def open_source(
     string with a line for each. Floats of tables are float64. Where the format names classes, the data set has them as
     ``class_names``, by column; ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and
     ``targets``; without MXNet's image header but with side columns they are rows of these columns and the payload, ``data``.
+    Without ``columns``, those of JSON lines and Parquet with values that no sample can hold, such as null, are left out:
+    ``column_faults`` of the data set has their errors.
+
     Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
     files behind a URL, except ``.rec``, whose records are read as they are asked for. Errors of the loader name the file and row
     of a sample, rows counted from 1.
 
     Args:
-        address: A file, a glob, a folder, or a list of files of one format; local, or the URL of any fsspec filesystem.
+        address: A file, a glob, a folder (of images, of tables of one format, or Arrow's), or a list of files of one format;
+            local, or the URL of any fsspec filesystem.
         columns: The name of each entry of a sample, and the column it comes from:
             ``{"inputs": "image", "targets": "label"}``. By default all columns under their own names.
         seq_len: Tokens of one sample; for token shards, and only there.
@@ -151,12 +157,16 @@ def _open_paths(
         return _Rows(_ImageFolder(listing), columns)
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
-        data = converted(files, lambda: arrow_rows(files), cache)
+        data, _ = converted(files, lambda _: arrow_rows(files), cache)
         return _Selected(data, columns, arrow_classes(local[0]), _row_places(local, len(data)))
     sets = _table_sets(local)
     files = list(chain.from_iterable(sets))
-    data = converted(files, lambda: chain.from_iterable(open_table(files[0]).rows for files in sets), cache)
-    return _Selected(data, columns, {}, _row_places(files, len(data)))
+
+    def rows(others: OtherFields) -> Iterator[Row]:
+        return chain.from_iterable(open_table(files[0], others=others).rows for files in sets)
+
+    data, faults = converted(files, rows, cache)
+    return _Selected(data, columns, {}, _row_places(files, len(data)), faults)
 
 
 def source_files(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
@@ -256,7 +266,12 @@ class _Selected(PerSampleDataset):
         columns: Mapping[str, str] | None,
         class_names: dict[str, tuple[str, ...]],
         location: _Places,
+        faults: Mapping[str, DataError] | None = None,
     ) -> None:
+        self.column_faults = dict(faults or {})
+        for name in columns.values() if columns is not None else ():
+            if name in self.column_faults:
+                raise self.column_faults[name]
         self._base, self._columns, self.location = base, None if columns is None else dict(columns), location
         self.class_names = class_names
         self.class_column, self.classes = _first_classes(class_names)
@@ -271,7 +286,10 @@ class _Selected(PerSampleDataset):
         return len(self._base)
 
     def samples(self, indices: Ids) -> list[Batch]:
-        found = zip(indices.tolist(), self._base.samples(indices), strict=True)
+        samples = self._base.samples(indices)
+        if self.column_faults and self._columns is None:
+            samples = [{name: x for name, x in sample.items() if name not in self.column_faults} for sample in samples]
+        found = zip(indices.tolist(), samples, strict=True)
         return [dict(_chosen(sample, self._columns, f"record {at}")) for at, sample in found]
 
 
@@ -396,7 +414,8 @@ class _ImageFolder:
 
 
 def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
-    """The files and folders at an address: a glob is expanded, and files behind a URL, except ``.rec``, are local copies.
+    """The files and folders at an address: a glob is expanded, a folder of tables too, and files behind a URL, except ``.rec``,
+    are local copies.
 
     Raises:
         DataError: Nothing is there.
@@ -414,6 +433,9 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
         else:
             path, fault = look_up(part)
             matches = [path] if not fault and path.exists() else [] if "\0" in str(path) else [*sorted(glob(str(path)))]
+        matches = [
+            file for match in matches for file in ([match] if is_url(match) else _tables_in(Path(match)) or [match])
+        ]
         if not matches and fault:
             raise _no_address(f"{shorten(str(part), MAX_SHOWN_PATH)}: {fault}", "an address that exists")
         if not matches:
@@ -422,6 +444,21 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     if not paths:
         raise _unfit("a list of no files", "at least one file")
     return paths
+
+
+def _tables_in(path: Path) -> list[Path]:
+    """The tables of a folder without images and its folders, in order; none of any other path."""
+    if not path.is_dir() or is_arrow_folder(path):
+        return []
+    names = (name for _, _, files in os.walk(path) for name in files)
+    has_tables = False
+    for name in names:
+        if Path(name).suffix.lower() in IMAGE_SUFFIXES:
+            return []
+        has_tables = has_tables or kind_of_name(Path(name)) in _IN_FOLDERS
+    if not has_tables:
+        return []
+    return [path / file.path for file in find_corpus(str(path)).files if kind_of_name(Path(file.path)) in _IN_FOLDERS]
 
 
 def _missing(address: str | Path) -> DataError:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.parquet import read_batches, write_batches
+from unisono.data.convert.formats.parquet import codec_of, read_batches, write_batches
 from unisono.data.convert.formats.table import describe_value
 from unisono.quality.columns.file_change import FileChange
 from unisono.quality.columns.lossless import recast
@@ -81,7 +81,7 @@ def write_parquet(change: FileChange, path: Path, types: Types) -> None:
     schema = pa.schema(new_fields)
     if [(field.name, field.type) for field in schema] == [(field.name, field.type) for field in source.schema_arrow]:
         schema = schema.with_metadata(source.schema_arrow.metadata)  # else it would name columns and types that were
-    write_batches(path, schema, _changed(pa, change, batches, schema, types))
+    write_batches(path, schema, _changed(pa, change, batches, schema, types), codec_of(source))
 
 
 def _changed(pa: Any, change: FileChange, batches: Iterator[Any], schema: Any, types: Types) -> Iterator[Any]:
@@ -180,6 +180,11 @@ def _cast_type(pa: Any, column: Any, new_type: Any) -> tuple[Any, dict[int, str]
     """The column in another type of its kind, and why a row's value cannot be cast."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if _num_zones(pa, column.type) != _num_zones(
+        pa, new_type
+    ):  # pyarrow would take times without a zone for those of UTC
+        faults = dict.fromkeys(np.flatnonzero(~_is_null(column)).tolist(), "times with a zone and without one differ")
+        return pa.nulls(len(column), new_type), faults
     try:
         new = column.cast(new_type)
         # ints and floats become wider ones, where the cast itself refuses what is not exact; NaN does not equal itself
@@ -191,6 +196,13 @@ def _cast_type(pa: Any, column: Any, new_type: Any) -> tuple[Any, dict[int, str]
         row: f"{new_type} has no such value" for row in range(len(column)) if not _fits(pa, column, row, new_type)
     }
     return _without(pa, column, np.array([*faults], np.int64)).cast(new_type), faults
+
+
+def _num_zones(pa: Any, kind: Any) -> int:
+    """How many timestamps with a zone are in a type."""
+    if pa.types.is_timestamp(kind):
+        return int(kind.tz is not None)
+    return sum(_num_zones(pa, kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _fits(pa: Any, column: Any, row: int, new_type: Any) -> bool:

@@ -48,18 +48,24 @@ def _changed(change: FileChange, table: Table) -> Iterator[Row]:
         new = change.recast_row(number, row, masked, {})
         if new is None:
             continue
+        if name := next((name for name, value in new.items() if value is None), ""):
+            raise _no_null(change, number, row, name)
         for name in masked:
             value = row[name]
             if not isinstance(value, float) or change.file.kind == _INDEXED:
-                raise DataError(
-                    given=f"{change.file.path}: row {number}, column {quoted(name)}: {describe_value(value)}",
-                    rule="a masked value is null, or NaN: " + _RULES[change.file.kind == _INDEXED],
-                    consequence="nothing was written",
-                    nearest=_NEAREST,
-                )
+                raise _no_null(change, number, row, name)
             change.mask(number, name, repr(value))
             new[name] = math.nan
         yield {**row, **new}
+
+
+def _no_null(change: FileChange, number: int, row: Row, name: str) -> DataError:
+    return DataError(
+        given=f"{change.file.path}: row {number}, column {quoted(name)}: {describe_value(row[name])}",
+        rule="no value is null, or NaN: " + _RULES[change.file.kind == _INDEXED],
+        consequence="nothing was written",
+        nearest=_NEAREST,
+    )
 
 
 def _schema(change: FileChange, table: Table) -> dict[str, FieldType] | None:

@@ -98,11 +98,17 @@ def _changed_cells(
     cast = change.recast_row(row, values, masked, texts)
     if cast is None:
         return None
-    new = {name: (value, True) if isinstance(value, str) else (repr(value), False) for name, value in cast.items()}
+    new = {name: _cell(value) for name, value in cast.items()}
     for name in masked:
         change.mask(row, name, texts[name])
         new[name] = ("", False)
     return new
+
+
+def _cell(value: Any) -> _Cell:
+    if value is None:
+        return "", False
+    return (value, True) if isinstance(value, str) else (repr(value), False)
 
 
 def _value(text: str, in_quotes: bool) -> Any:

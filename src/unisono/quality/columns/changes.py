@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ from unisono.quality.columns.file_change import ChangeLog, FileChange
 from unisono.quality.columns.scan import UTF8_BOM, FileFacts
 from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
-from unisono.quality.documents import Documents, InputFile
+from unisono.quality.documents import Documents
 from unisono.quality.job_folder import DROPPED_FILE
 from unisono.quality.progress import SILENT, Progress
 from unisono.storage.directory import make_folder
-from unisono.storage.files import new_file, open_regular
+from unisono.storage.files import copy_file, new_file
 
 MASKED_FILE: Final = "masked.jsonl"
 _WITH_NULLS: Final = (".jsonl", ".csv", ".parquet")
@@ -145,7 +144,7 @@ def _write_file(change: FileChange, facts: FileFacts, target: Path, types: Types
         require_columns(change, set(facts.columns))
         write_rows(change, target)
     elif not facts.columns or not (change.masked or change.deviating or _is_rearranged(change, facts, types)):
-        _copy(change.file, target)
+        copy_file(change.file.path, target)
         change.advance(change.rows)
     elif kind == ".jsonl":
         write_jsonl(change, target)
@@ -170,8 +169,3 @@ def _is_rearranged(change: FileChange, facts: FileFacts, types: Types) -> bool:
 def _boms_differ(change: FileChange, facts: FileFacts) -> bool:
     """Whether only one of the file and its copy begins with a byte-order mark."""
     return bool(facts.encoding) and change.has_bom != (facts.encoding == UTF8_BOM)
-
-
-def _copy(file: InputFile, target: Path) -> None:
-    with open_regular(file.path) as source, new_file(target) as copy:
-        shutil.copyfileobj(source, copy)

@@ -52,6 +52,8 @@ class ColumnOptions:
         mask: Reasons, of ``REASONS``, for which a value is replaced by none in a copy of the tables.
         unify: Whether all files get one schema in a copy of the tables.
         skips_unfit: Whether a row with a value that cannot be cast to the schema without loss is left out, or is an error.
+        null_texts: Texts that stand for no value in columns of other types, such as ``NA`` among numbers; they are none in a copy
+            with one schema.
     """
 
     columns: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class ColumnOptions:
     mask: tuple[str, ...] = ()
     unify: bool = False
     skips_unfit: bool = False
+    null_texts: tuple[str, ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -138,13 +141,20 @@ def check_columns(
         job = stack.enter_context(open_job(folder, identity, paths, skips_unreadable=options.skips_unfit))
         if job.is_done:
             return job.result(ColumnsResult)
-        facts = scan_files(documents, job.sketches, time=options.time, group=options.group, progress=progress)
+        facts = scan_files(
+            documents,
+            job.sketches,
+            time=options.time,
+            group=options.group,
+            null_texts=options.null_texts,
+            progress=progress,
+        )
         with new_file(job.new / FLAGGED_FILE) as flagged:
             numeric, times, masked = _judge(documents, facts, job.sketches, options, flagged, progress)
         schema, names = schema_of(facts), [file.name for file in documents.files]
         changes = None
         if options.changes:
-            targets = targets_of(facts, schema) if options.unify else {}
+            targets = targets_of(facts, schema, options.null_texts) if options.unify else {}
             changes = write_changes(
                 documents,
                 facts,

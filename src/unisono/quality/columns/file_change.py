@@ -146,7 +146,7 @@ class FileChange:
                 given=f"{self.file.path}: row {row}, column {quoted(column)}: {value}: {reason}",
                 rule=f"in the schema the column is {_words(target)}, and a value is cast where nothing is lost",
                 consequence="nothing was written",
-                nearest="--on-error skip leaves such rows out; or mend the row",
+                nearest="--on-error skip leaves such rows out; --null-text NA takes the text NA for no value; or mend the row",
             )
         self.log.dropped[self.file.name] += 1
         record = {"file": self.file.name, "row": row, "column": column, "value": value, "reason": reason}

@@ -31,6 +31,8 @@ def recast(value: Any, target: Target, *, text: str = "", may_have_header: bool 
         may_have_header: Whether an image in bytes may have MXNet's header before it.
     """
     kind = KINDS[kind_of(value)]
+    if kind == "string" and value in target.null_texts:
+        return None, "text to no value"
     if kind == "null" or (kind == target.kind and not (target.mode or target.encoding)):
         return None
     if kind == target.kind and target.encoding:

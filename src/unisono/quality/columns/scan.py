@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import shutil
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,7 @@ class ColumnFacts(msgspec.Struct):
         is_number_text: Whether each string is the text of a finite number.
         numbers: Number of the column's file of numbers, -1 if it has none.
         has_bare_numbers: Whether strings among the cells are numbers without quotes, as CSV has them.
+        has_null_texts: Whether some of the cells that are null are texts that stand for no value.
     """
 
     counts: dict[str, int] = {}
@@ -81,6 +83,7 @@ class ColumnFacts(msgspec.Struct):
     is_number_text: bool = True
     numbers: int = -1
     has_bare_numbers: bool = False
+    has_null_texts: bool = False
 
 
 class FileFacts(msgspec.Struct):
@@ -106,7 +109,13 @@ class FileFacts(msgspec.Struct):
 
 
 def scan_files(
-    documents: Documents, folder: Path, *, time: str | None, group: str | None, progress: Progress = SILENT
+    documents: Documents,
+    folder: Path,
+    *,
+    time: str | None,
+    group: str | None,
+    null_texts: Collection[str] = (),
+    progress: Progress = SILENT,
 ) -> list[FileFacts]:
     """Read all files that have not been read before into ``folder``; one folder for each, by its number.
 
@@ -115,6 +124,7 @@ def scan_files(
         folder: A folder of this job alone.
         time: Column of stamps: numbers, ISO 8601 texts or Parquet's timestamps.
         group: Column whose values name a sensor.
+        null_texts: Texts that stand for no value.
         progress: Receives the bytes that are read.
 
     Raises:
@@ -134,7 +144,7 @@ def scan_files(
             shutil.rmtree(place, ignore_errors=True)
             make_folder(place)
             meter = FileMeter(file.size, progress.advance)
-            found = _FileScan(file, place, time, group).run(meter)
+            found = _FileScan(file, place, time, group, null_texts).run(meter)
             write_atomically(place / _FACTS, as_json(msgspec.to_builtins(found)))
             meter.end()
         facts.append(found)
@@ -157,7 +167,10 @@ def _facts_of(place: Path) -> FileFacts | None:
 class _FileScan:
     """The state of reading one file."""
 
-    def __init__(self, file: InputFile, folder: Path, time: str | None, group: str | None) -> None:
+    def __init__(
+        self, file: InputFile, folder: Path, time: str | None, group: str | None, null_texts: Collection[str]
+    ) -> None:
+        self._null_texts = frozenset(null_texts)
         self._file, self._folder, self._time, self._group = file, folder, time, group
         self._facts = FileFacts()
         self._codes: dict[str, int] = {}
@@ -167,12 +180,12 @@ class _FileScan:
         if self._file.kind in _BOM_FORMATS:
             facts.encoding = _encoding(self._file)
         for batch in read_cells(self._file.path, self._file.kind, [name for name in (self._time, self._group) if name]):
+            if self._group is not None:  # before texts become no value: a name of a group is a text
+                self._add_groups(batch, self._group)
             for name, cells in batch.columns.items():
                 self._add(facts.columns.setdefault(name, ColumnFacts()), cells)
             if self._time is not None:
                 self._add_stamps(batch, self._time)
-            if self._group is not None:
-                self._add_groups(batch, self._group)
             facts.rows += batch.rows
             meter.add(batch.size)
         facts.groups = list(self._codes)
@@ -183,6 +196,11 @@ class _FileScan:
 
     def _add(self, column: ColumnFacts, cells: Cells) -> None:
         row = self._facts.rows
+        if self._null_texts:
+            is_text = cells.kinds == STRING
+            texts = [at for at in np.flatnonzero(is_text).tolist() if cells.values[at] in self._null_texts]
+            cells.kinds[texts] = NULL
+            column.has_null_texts = column.has_null_texts or bool(texts)
         column.stored = cells.stored
         for kind, count in enumerate(np.bincount(cells.kinds, minlength=len(KINDS)).tolist()):
             if count and kind != ABSENT:

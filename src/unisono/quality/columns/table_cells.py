@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.csv import column_names, number_kind, read_records, require_width
+from unisono.data.convert.formats.csv import column_names, number_kind, read_header, read_records, require_width
 from unisono.data.convert.formats.jsonl import object_of_line
 from unisono.data.convert.formats.parquet import read_batches
 from unisono.data.convert.formats.table import open_source, row_bytes
@@ -167,10 +167,7 @@ def as_float(value: float) -> float:
 
 def _csv(path: Path) -> Iterator[Batch]:
     records = read_records(path)
-    header = next(records, None)
-    if header is None:  # without a header line
-        return
-    names = column_names(path, header[2])
+    names = column_names(path, read_header(path, records))
     batch: list[list[tuple[str, bool]]] = []
     size = 0
     is_first = True

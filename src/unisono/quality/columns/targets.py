@@ -28,15 +28,19 @@ class Target:
         stored: The type in files of Parquet, as Arrow names it; empty if any of the kind will do.
         mode: Of images in bytes; empty if the column has none.
         encoding: Of texts in bytes, as ``ColumnFacts.contents`` names it; empty if the column has none, or it is not known.
+        null_texts: Texts that stand for no value; none in a column of texts.
     """
 
     kind: str
     stored: str = ""
     mode: str = ""
     encoding: str = ""
+    null_texts: tuple[str, ...] = ()
 
 
-def targets_of(facts: Sequence[FileFacts], schema: Sequence[SchemaColumn]) -> dict[str, Target]:
+def targets_of(
+    facts: Sequence[FileFacts], schema: Sequence[SchemaColumn], null_texts: tuple[str, ...] = ()
+) -> dict[str, Target]:
     """The columns of all files by name.
 
     A column has the type that the schema names, but for numbers: ints become floats if a file has floats, and the widest type of
@@ -54,6 +58,7 @@ def targets_of(facts: Sequence[FileFacts], schema: Sequence[SchemaColumn]) -> di
             stored=_stored(kind, column.type, having),
             mode=mode,
             encoding="" if encoding == OTHER_TEXT else encoding,
+            null_texts=() if kind == "string" else null_texts,
         )
     return targets
 
@@ -61,7 +66,8 @@ def targets_of(facts: Sequence[FileFacts], schema: Sequence[SchemaColumn]) -> di
 def deviates(column: ColumnFacts, target: Target, rows: int) -> bool:
     """Whether a file of so many rows has cells in the column that are absent, or not of the target's kind, mode and encoding."""
     kinds = {kind for kind in column.counts if kind != "null"}
-    if kinds - {target.kind} or column.has_bare_numbers or sum(column.counts.values()) < rows:
+    has_null_texts = bool(target.null_texts) and column.has_null_texts
+    if kinds - {target.kind} or column.has_bare_numbers or has_null_texts or sum(column.counts.values()) < rows:
         return True
     if target.encoding and column.contents.keys() - {target.encoding, EMPTY}:
         return True

@@ -89,6 +89,15 @@ def test_a_payload_and_numbers(table: Path, tmp_path: Path) -> None:
     assert file.side["label"].tolist() == list(range(20))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".mindrecord"])
+def test_columns_that_are_left_out_may_be_of_any_type(tmp_path: Path, suffix: str) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    prices = pa.array(["1.50", "2.25"]).cast(pa.decimal128(9, 2))
+    pq.write_table(pa.table({"price": prices, "id": pa.array([3, 4])}), tmp_path / "a.parquet")
+    pack_rows(tmp_path / "a.parquet", tmp_path / f"new{suffix}", columns={"id": "number"})
+    assert [dict(row) for row in open_table(tmp_path / f"new{suffix}").rows] == [{"number": 3}, {"number": 4}]
+
+
 def test_typed_records_are_a_data_set(table: Path, tmp_path: Path) -> None:
     packed = pack_rows(
         table,

@@ -85,10 +85,7 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
 def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str]]:
     """The names of the columns and their types, from the whole file."""
     records = read_records(path)
-    _, _, header, _ = next(records, (1, 0, [], b""))
-    if not header:
-        raise damaged_error(path, 0, "an empty file, without header line and rows")
-    names = column_names(path, header)
+    names = column_names(path, read_header(path, records))
     if unknown := sorted(binary - set(names)):
         raise unreadable_error(
             f"{path}: base64 for {quoted(unknown[0])}", f"columns are {listed(names)}", "one of these, or leave it out"
@@ -144,6 +141,14 @@ def _is_float(text: str) -> bool:
 
 
 _IS: Final = {"int64": _is_int, "float64": _is_float}
+
+
+def read_header(path: Path, records: Iterator[tuple[int, int, list[_Cell], bytes | bytearray]]) -> list[_Cell]:
+    """The cells of the first of the records. Raises DataError for a file without any."""
+    _, _, header, _ = next(records, (1, 0, [], b""))
+    if not header:
+        raise damaged_error(path, 0, "an empty file, without header line and rows")
+    return header
 
 
 def column_names(path: Path, header: Sequence[_Cell]) -> list[str]:

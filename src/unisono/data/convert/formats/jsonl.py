@@ -10,11 +10,13 @@ import binascii
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from unisono.data.convert.formats.table import (
+    OtherField,
+    OtherFields,
     Row,
     Table,
     check_columns,
@@ -24,13 +26,21 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.files import new_file
-from unisono.storage.limits import MAX_RECORD_BYTES, check_count, decode_json
+from unisono.storage.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES, check_count, decode_json
+
+BASE64: Final = "base64"
+_VALUES: Final = 'values are numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
+_TYPES: Final = {dict: "object", list: "list", type(None): "null"}
 
 
-def read(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The lines as rows, with only these columns if given; values of others may then be of any kind."""
-    return Table(rows=_rows(path, columns))
+def read(path: Path, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
+    """The lines as rows, with only these columns if given; values of others may then be of any kind.
+
+    Values that no row can hold are an error, or are left out of their rows if ``others`` is given: it gets their fields.
+    """
+    return Table(rows=_rows(path, columns, others))
 
 
 def write(path: Path, table: Table) -> int:
@@ -59,12 +69,15 @@ def to_line(row: Row) -> str:
     return json.dumps(row, default=_to_json, ensure_ascii=False, allow_nan=False)
 
 
-def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+def _rows(path: Path, columns: Sequence[str] | None, others: OtherFields | None) -> Iterator[Row]:
     with open_source(path) as file:
         offset = number = 0
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            yield row_of_line(line, path, number, offset, columns)
+            if others is None or columns is not None:
+                yield row_of_line(line, path, number, offset, columns)
+            else:
+                yield _readable_part(object_of_line(line, path, number, offset), others, f"{path}: line {number}")
             offset += len(line)
 
 
@@ -79,10 +92,7 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
     except ValueError as error:
-        rule = (
-            'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
-        )
-        raise _line_error(line, path, number, offset, error, rule) from error
+        raise _line_error(line, path, number, offset, error, f"a line is one JSON object; {_VALUES}") from error
 
 
 def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[str, Any]:
@@ -91,6 +101,24 @@ def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[st
         return _values(line)
     except ValueError as error:
         raise _line_error(line, path, number, offset, error, "a line is one JSON object") from error
+
+
+def _readable_part(values: dict[str, Any], others: OtherFields, place: str) -> Row:
+    """The fields with values that a row can hold; ``others`` gets the first of each other one, at ``place``."""
+    row: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            row[name] = _from_json(value)
+        except ValueError as error:
+            if name not in others:
+                kind = BASE64 if _is_base64(value) else _TYPES[type(value)]
+                others[name] = OtherField(
+                    kind,
+                    unreadable_error(
+                        f"{place}, field {quoted(name)}: {error}", _VALUES, "another field, or without such rows"
+                    ),
+                )
+    return row
 
 
 def _line_error(line: bytes, path: Path, number: int, offset: int, error: ValueError, rule: str) -> DataError:
@@ -135,11 +163,10 @@ def _decode(text: bytes) -> Any:
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        if fields.keys() != {"base64"} or not isinstance(fields["base64"], str):
+        if not _is_base64(value):
             raise ValueError('an object inside a row is {"base64": "…"}')
         try:
-            return base64.b64decode(fields["base64"], validate=True)
+            return base64.b64decode(value[BASE64], validate=True)
         except binascii.Error as error:
             raise ValueError(f"base64: {error}") from error
     if isinstance(value, list):
@@ -147,6 +174,10 @@ def _from_json(value: Any) -> Any:
     if value is None:
         raise ValueError("null is no number, string, list or bytes")
     return value
+
+
+def _is_base64(value: Any) -> bool:
+    return isinstance(value, dict) and [*value] == [BASE64] and isinstance(value[BASE64], str)
 
 
 def _array(values: list[Any]) -> Any:
@@ -161,11 +192,14 @@ def _array(values: list[Any]) -> Any:
     raise ValueError("a list inside a row is of strings, or of numbers: ints within int64, floats, or true and false")
 
 
-def _kinds(values: list[Any]) -> set[type]:
+def _kinds(values: list[Any], depth: int = 1) -> set[type]:
+    if depth > MAX_JSON_DEPTH:
+        raise ValueError(f"more than {MAX_JSON_DEPTH} lists inside each other")
     kinds = set(map(type, values))
     if list in kinds:
         kinds.discard(list)
-        kinds.update(*(_kinds(cast("list[Any]", value)) for value in values if isinstance(value, list)))
+        lists = (cast("list[Any]", value) for value in values if isinstance(value, list))
+        kinds.update(*(_kinds(value, depth + 1) for value in lists))
     return kinds
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy as np
 
 from unisono.data.convert.formats.parquet_pages import ParquetLimits
 from unisono.data.convert.formats.table import (
+    OtherField,
+    OtherFields,
     Row,
     Table,
     check_columns,
@@ -28,7 +31,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.data.mindrecord import FieldType
-from unisono.errors import missing_extra
+from unisono.errors import DataError, missing_extra
 from unisono.sanitize import quoted, shorten
 from unisono.storage.files import new_file
 from unisono.storage.limits import (
@@ -43,18 +46,30 @@ _BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it, a row group's
 _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
 _NAMES: Final = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
+_CODEC: Final = "snappy"
+_CODECS: Final = {name: name.lower() for name in ("SNAPPY", "GZIP", "BROTLI", "LZ4", "ZSTD")} | {"UNCOMPRESSED": "none"}
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 
-def read(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The rows, with only these columns if given. Raises DataError for columns and cells that no row can hold."""
+def read(path: Path, columns: Sequence[str] | None = None, others: OtherFields | None = None) -> Table:
+    """The rows, with only these columns if given.
+
+    Columns and cells that no row can hold are an error; if ``others`` is given, it gets these columns, and rows are without them.
+    """
     file, limits, pa = _open(path)
     arrow = file.schema_arrow
     if columns is not None:
         check_columns(columns, arrow.names, f"{path}")
-    schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema, count=file.metadata.num_rows)
+    schema: dict[str, FieldType] = {}
+    for name in columns or arrow.names:
+        try:
+            schema[name] = _field(path, name, arrow.field(name).type)
+        except DataError as error:
+            if others is None:
+                raise
+            others.setdefault(name, OtherField(str(arrow.field(name).type), error))
+    return Table(rows=_rows(path, file, limits, schema, pa, others), schema=schema, count=file.metadata.num_rows)
 
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> tuple[Any, Iterator[Any]]:
@@ -121,7 +136,19 @@ def _open(path: Path) -> tuple[Any, ParquetLimits, Any]:
     return file, limits, pa
 
 
-def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
+def _rows(
+    path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any, others: OtherFields | None
+) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+        path: The file.
+        file: The file, opened.
+        limits: Its limits.
+        schema: The columns that are read.
+        pa: pyarrow.
+        others: As of ``read``.
+    """
     at = 0
     batches = _batches(path, file, limits, list(schema), pa)
     while True:
@@ -130,11 +157,18 @@ def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldT
             if batch is None:
                 break
             batch.validate(full=True)
-            cells = [_cells(path, at, name, batch.column(name), field) for name, field in schema.items()]
+            cells: dict[str, list[Any]] = {}
+            for name, field in schema.items():
+                try:
+                    cells[name] = _cells(path, at, name, batch.column(name), field)
+                except DataError as error:
+                    if others is None:
+                        raise
+                    others.setdefault(name, OtherField(f"{batch.column(name).type} with nulls or uneven lists", error))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
-        for values in zip(*cells, strict=True) if cells else [()] * batch.num_rows:
-            yield dict(zip(schema, values, strict=True))
+        for values in zip(*cells.values(), strict=True) if cells else [()] * batch.num_rows:
+            yield dict(zip(cells, values, strict=True))
         at += batch.num_rows
     if at != file.metadata.num_rows:
         raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
@@ -180,14 +214,30 @@ def write(path: Path, table: Table) -> int:
     return count
 
 
-def write_batches(path: Path, schema: Any, batches: Iterable[Any]) -> None:
+def codec_of(file: Any) -> str:
+    """The compression of most columns of a ``ParquetFile``, as ``write_batches`` takes it; that of pyarrow without row groups."""
+    if not file.metadata.num_row_groups:
+        return _CODEC
+    group = file.metadata.row_group(0)
+    codecs = Counter(group.column(number).compression for number in range(group.num_columns))
+    most = next((name for name, _ in codecs.most_common(1)), "")
+    return _CODECS.get(most, _CODEC)
+
+
+def write_batches(path: Path, schema: Any, batches: Iterable[Any], codec: str = _CODEC) -> None:
     """Write record batches of pyarrow, with columns of any type and nulls, in row groups of about 4,096 rows or 32 MiB.
+
+    Args:
+        path: The new file.
+        schema: Of pyarrow.
+        batches: The rows.
+        codec: Compression, as pyarrow names it.
 
     Raises:
         DataError: pyarrow cannot write a type.
     """
     pa, pq = _pyarrow()
-    options = {"write_page_checksum": True, "write_batch_size": 64}
+    options = {"write_page_checksum": True, "write_batch_size": 64, "compression": codec}
     group: list[Any] = []
     rows = size = 0
     try:

@@ -45,6 +45,22 @@ class Table:
     count: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OtherField:
+    """A field with values that no row can hold, such as an object of JSON or a decimal number of Parquet.
+
+    Attributes:
+        type: The type of the first such value, as its format calls it.
+        error: What a reader says who wants the field.
+    """
+
+    type: str
+    error: DataError
+
+
+OtherFields = dict[str, OtherField]  # by the name of the field
+
+
 def open_source(path: Path) -> BinaryIO:
     """Open a file for reading. Raises DataError."""
     try:

@@ -86,11 +86,13 @@ def pack_rows(
         row = row if payload is None else _with_payload(row, payload)
         return PackedInput(records=(row,), size=row_bytes(row))
 
-    def packed(start: int) -> Generator[PackedInput]:
-        table = open_table(source, columns=list(columns) if columns else None, base64=base64, arrays=arrays)
-        return _packed_rows(table.rows, start, source.name, packed_row)
+    def opened() -> Table:
+        return open_table(source, columns=list(columns) if columns else None, base64=base64, arrays=arrays)
 
-    image = open_table(source, base64=base64, arrays=arrays).image if schema is None else None
+    def packed(start: int) -> Generator[PackedInput]:
+        return _packed_rows(opened().rows, start, source.name, packed_row)
+
+    image = opened().image if schema is None else None
     if image is not None and columns:
         image = columns.get(image)
     return _run(str(source), target, identity, packed, schema, pack, sources=[source], image=image)
