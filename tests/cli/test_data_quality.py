@@ -384,7 +384,7 @@ def test_options_of_rows(desk: Desk) -> None:
     one = ("--out", "one", "--part", "train=0.5", "--part", "test=0.5", "--group", "text", "--exact")
     write(desk.folder, "same.jsonl", *["the same"] * 6)
     assert (
-        "test: 0 documents, 0.00%; the clusters are too large for it"
+        "test: 0 documents, 0.00%; its share of 6 is 3, and the clusters are too large for it"
         in desk.here("data", "split", "same.jsonl", *one).out
     )
 
