@@ -112,7 +112,7 @@ def clean(
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     require_settings_of(recipe, documents.content)
     is_text = documents.content == "text"
-    sketch = sketch_version(recipe.dedup) if is_text else ""
+    sketch = sketch_version(recipe.dedup, documents.content)
     language_model = language_version(recipe.filter) if is_text else ""
     if not index_only:
         require_writable(documents)

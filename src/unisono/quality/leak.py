@@ -108,7 +108,7 @@ def find_leaks(
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == "text" else ""
+    sketch = sketch_version(options, documents.content)
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"

@@ -118,7 +118,7 @@ def split(
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == "text" else ""
+    sketch = sketch_version(options, documents.content)
     if not index_only:
         require_writable(documents)
     identity = {
