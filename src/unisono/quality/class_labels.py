@@ -21,6 +21,7 @@ from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
 from unisono.quality.documents import WHOLE_FILE, list_files
 from unisono.quality.file_meter import UNMETERED, FileMeter
+from unisono.quality.job_folder import data_of_results
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
@@ -61,6 +62,7 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
         DataError: A path is not there, is given twice, or is neither.
     """
     found: list[tuple[Path, str, int]] = []  # path, kind and size
+    paths = [data_of_results(path) for path in paths]
     for path in paths:
         if path.is_dir() and is_arrow_folder(path):
             found.append((path, ARROW, sum(file.stat().st_size for file in arrow_files(path))))

@@ -26,6 +26,7 @@ from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, fin
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.job_folder import data_of_results
 from unisono.quality.parquet_rows import example_row, parquet_rows
 from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
@@ -235,10 +236,10 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
 
     Args:
         paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
-            tables are taken, or the images; one without both is a folder of text files.
+            tables are taken, or the images; one without both is a folder of text files. Of one of results its ``data/`` is read.
 
     Raises:
-        DataError: A path is not there, or a folder has no files.
+        DataError: A path is not there, or a folder has no files, or it has results without ``data/``.
     """
     if not paths:
         raise refused(
@@ -255,6 +256,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
                 "documents are in tables, in files of text or images, or in folders of these",
                 "its path",
             )
+        found = data_of_results(found)
         within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
         of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
         files += of_path
