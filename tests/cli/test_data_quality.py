@@ -358,6 +358,24 @@ def test_options_that_are_refused(desk: Desk, options: tuple[str, ...]) -> None:
     assert not (desk.folder / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("dedup", "a.jsonl", "--out", "out"),
+        ("split", "a.jsonl", "--out", "out", "--part", "a=1"),
+        ("leak", "a.jsonl", "b.jsonl"),
+    ],
+)
+@pytest.mark.parametrize(("option", "value"), [("--crops", True), ("--no-crops", False)])
+def test_crops_are_of_images(desk: Desk, command: tuple[str, ...], option: str, value: bool) -> None:
+    write(desk.folder, "a.jsonl", "one two three")
+    write(desk.folder, "b.jsonl", "one two")
+    done = desk.here("data", *command, option)
+    assert done.code == 2
+    assert f"dedup.crops = {value}, for text" in done.err
+    assert not (desk.folder / "out").exists()
+
+
 def test_options_of_rows(desk: Desk) -> None:
     rows = [
         {"body": f"words of row {number} that are its own", "user": number // 2, "label": number % 2}
