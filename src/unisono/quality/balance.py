@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.rows_of_files import require_array_names
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
 from unisono.quality.balance_page import write_balance_page
 from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
@@ -95,6 +96,8 @@ def balance(
             ``max_repeats`` reads of each labelled row are fewer than an epoch has.
     """
     files = find_labelled(paths)
+    if out is not None:
+        require_array_names(file.name for file in files)
     identity = {
         "balance": {"field": field, "power": power, "max_repeats": max_repeats},
         "files": [[file.name, file.kind, file.stamp] for file in files],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +77,7 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
                 raise refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
             found.append((file.path, file.kind, file.size))
     whole = [Path(os.path.abspath(path)) for path, _, _ in found]
-    if len(set(whole)) < len(whole):
-        twice = sorted({str(path) for path in whole if whole.count(path) > 1})
+    if twice := sorted(str(path) for path, count in Counter(whole).items() if count > 1):
         raise refused(f"files that are given twice: {listed(map(quoted, twice))}", "each row counts once", "each once")
     is_tables = len(paths) == 1 and paths[0].is_dir() and found[0][0] != paths[0]
     common = paths[0] if is_tables else os.path.commonpath([path.parent for path in whole])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image.decoding import image_format
 from unisono.data.provenance import cleaning_facts
+from unisono.data.rows_of_files import require_array_names
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.measures import Distribution, distributions_of
@@ -114,6 +115,7 @@ def clean(
     is_text = documents.content == "text"
     sketch = sketch_version(recipe.dedup, documents.content)
     language_model = language_version(recipe.filter) if is_text else ""
+    require_array_names(file.name for file in documents.files)
     if not index_only:
         require_writable(documents)
     if is_text and recipe.normalize.enabled:

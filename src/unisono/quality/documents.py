@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -261,9 +262,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
         of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
         files += of_path
         files_of_path.append(len(of_path))
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    if twice := sorted(name for name, count in Counter(file.name for file in files).items() if count > 1):
         raise refused(
             f"files that are given twice: {listed(map(quoted, twice))}",
             "each document is read once",

@@ -30,6 +30,7 @@ _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -142,7 +143,9 @@ def open_job(
             given=f"{path}, which cannot be written: {os_reason(error)}",
             rule="results are written into a folder, which needs room for them and for intermediate files",
             consequence="the job is not finished",
-            nearest="room there, and the right to write there; then run the same command again",
+            nearest="another name of the file or folder of the inputs that is named so; then run the same command again"
+            if error.errno in _OF_NAMES
+            else "room there, and the right to write there; then run the same command again",
         ) from error
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
+from unisono.data.rows_of_files import require_array_names
 from unisono.errors import DataError
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import find_documents
@@ -109,6 +110,8 @@ def find_leaks(
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options, documents.content)
+    if out is not None:
+        require_array_names(file.name for file in documents.files)
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"

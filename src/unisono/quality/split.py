@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.provenance import cleaning_facts
+from unisono.data.rows_of_files import require_array_names
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters
@@ -119,6 +120,7 @@ def split(
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options, documents.content)
+    require_array_names(file.name for file in documents.files)
     if not index_only:
         require_writable(documents)
     identity = {
