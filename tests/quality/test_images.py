@@ -193,6 +193,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n')
     with pytest.raises(DataError, match="texts and images"):
         clean([tmp_path / "images", tmp_path / "a.jsonl"], tmp_path / "out")
+    (tmp_path / "nested.jsonl").write_text('{"meta": {"id": 1}, "text": "one two"}\n')
+    with pytest.raises(DataError, match="texts and images"):
+        clean([tmp_path / "images", tmp_path / "nested.jsonl"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"filter\.min_words = 3, for images"):
         clean([tmp_path / "images"], tmp_path / "out", CleanRecipe(filter=FilterOptions(min_words=3)))
     with pytest.raises(ConfigError, match=r"dedup\.image_near = 0\.9, for text"):

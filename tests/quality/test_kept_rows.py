@@ -374,9 +374,10 @@ def test_names_beside_the_index_have_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["k" * 300, "a", "a/b"])
 def test_a_name_that_cannot_be_written_is_another_problem_than_room(tmp_path: Path, name: str) -> None:
-    with (
-        pytest.raises(ConfigError, match="try:  another name of the file or folder"),
-        open_job(tmp_path / "out", {}, []) as job,
-    ):
-        (job.new / "a").write_text("a file where a folder is wanted")
-        make_folder(job.new / name)
+    def write(out: Path) -> None:
+        with open_job(out, {}, []) as job:
+            (job.new / "a").write_text("a file where a folder is wanted")
+            make_folder(job.new / name)
+
+    with pytest.raises(ConfigError, match="try:  another name of the file or folder"):
+        write(tmp_path / "out")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.file_kind import kind_of_name
-from unisono.data.convert.formats.jsonl import row_of_line
+from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
 from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
@@ -334,9 +334,9 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     if file.corpus_entry is not None:
         return "images" if _is_image_name(file.path) else "text"
     try:
-        row = _first_row(file)
+        row = first_row(file)
     except DataError:
-        return None
+        return "text" if _begins_with_text(file, column or TEXT_COLUMN) else None
     value = None if row is None else row.get(column or image_column(row) or TEXT_COLUMN)
     if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
@@ -344,12 +344,23 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     return "images" if is_image else "text"
 
 
+def _begins_with_text(file: InputFile, column: str) -> bool:
+    """Whether the first line of JSONL has a text, whatever its other fields hold."""
+    if file.kind != ".jsonl":
+        return False
+    with open_source(file.path) as source:
+        try:
+            return isinstance(object_of_line(source.readline(MAX_RECORD_BYTES + 1), file.path, 1, 0).get(column), str)
+        except DataError:
+            return False
+
+
 def _image_in(value: bytes, file: InputFile) -> bytes:
     """The encoded image that a value of a table is; of an image record without its header."""
     return (image_of_record(value) or value) if file.kind == RECORDS else value
 
 
-def _first_row(file: InputFile) -> Row | None:
+def first_row(file: InputFile) -> Row | None:
     """The first row of a table, or one that stands for it; None without rows. Raises DataError."""
     if file.kind == PARQUET:
         return example_row(file.path)
@@ -526,7 +537,7 @@ def text_field(file: InputFile) -> str:
         DataError: It is not clear, or the file is damaged.
     """
     try:
-        row = _first_row(file)
+        row = first_row(file)
         return TEXT_COLUMN if row is None else text_column(row, file)
     except DataError:
         if file.kind != ".jsonl":

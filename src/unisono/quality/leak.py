@@ -27,6 +27,7 @@ from unisono.quality.kept_rows import write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of, with_crops
 from unisono.quality.page import write_leak_page
 from unisono.quality.progress import SILENT, Progress
+from unisono.quality.shared_column import require_shared_column
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 
 _PAIRS_FILE: Final = "pairs.jsonl"
@@ -107,6 +108,7 @@ def find_leaks(
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
+    require_shared_column(documents)
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options, documents.content)
