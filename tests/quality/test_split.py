@@ -180,3 +180,11 @@ def test_too_many_classes_and_values_that_are_none(tmp_path: Path, monkeypatch: 
     write_table(tmp_path / "lists.jsonl", Table(rows=[{"text": "a", "label": ["x", "y"]}]))
     with pytest.raises(DataError, match="a class or a group is a string or a number"):
         split([tmp_path / "lists.jsonl"], tmp_path / "other", PARTS, class_field="label")
+
+
+def test_a_folder_of_hugging_face_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": []}')
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\xff\xff")
+    with pytest.raises(DataError, match=r"a folder of Hugging Face's datasets(.|\n)*to_parquet"):
+        split([tmp_path / "saved"], tmp_path / "out", PARTS)

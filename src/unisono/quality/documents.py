@@ -22,6 +22,7 @@ from unisono.data.convert.formats.table import describe_value, not_utf8_error, o
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
 from unisono.data.image.decoding import image_format
+from unisono.data.sources.arrow_folder import is_arrow_folder
 from unisono.data.text_encoding import encoding_of
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
@@ -272,6 +273,12 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
 
 
 def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
+    if is_arrow_folder(folder):
+        raise refused(
+            f"{folder}, a folder of Hugging Face's datasets",
+            "documents are in tables, in files of text or images, or in folders of these",
+            "a table of it: in Python datasets.load_from_disk(FOLDER).to_parquet('NAME.parquet'), of each split by itself",
+        )
     try:
         corpus = find_corpus(str(folder))
     except DataError:
