@@ -286,7 +286,7 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
         raise
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
-    images = [file for file in corpus.files if _is_image_name(file.path)]
+    images = [file for file in corpus.files if is_image_name(file.path)]
     if tables and images:
         raise refused(
             f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
@@ -316,7 +316,8 @@ def _of_file(path: Path, common: str) -> Iterator[InputFile]:
         yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
 
 
-def _is_image_name(name: str | Path) -> bool:
+def is_image_name(name: str | Path) -> bool:
+    """Whether a file is an image by its suffix."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES
 
 
@@ -339,7 +340,7 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
 def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     """None of a table without rows, or whose first row cannot be read (reading it then says so), or without a value."""
     if file.corpus_entry is not None:
-        return "images" if _is_image_name(file.path) else "text"
+        return "images" if is_image_name(file.path) else "text"
     try:
         row = first_row(file)
     except DataError:
