@@ -119,7 +119,8 @@ def scan_files(
         progress: Receives the bytes that are read.
 
     Raises:
-        DataError: A file is text, or there are images beside tables; a file is damaged or has changed, or a row's stamp or group cannot be one.
+        DataError: A file is text, or there are images beside tables; a file is damaged or has changed, or a row's stamp or
+            group cannot be one.
         ExtraError: A package that reads a format is not installed.
     """
     whole = [file for file in documents.files if file.corpus_entry is not None]
