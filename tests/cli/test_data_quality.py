@@ -348,11 +348,51 @@ def test_files_of_a_folder_that_are_left_out(desk: Desk, caplog: pytest.LogCaptu
     assert (empty.code, "empty, which has no files" in empty.err) == (2, True)
 
 
+def test_folders_of_results_as_inputs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    write(desk.folder, "a.jsonl", TEXT, TEXT, "one", "two", "three", "four")
+    assert desk.here("data", "dedup", "a.jsonl", "--out", "unique", "--exact").code == 0
+    parts = ("--part", "train=0.6", "--part", "test=0.4", "--exact")
+    split = desk.here("data", "split", "unique", "--out", "parts", *parts, "--json")
+    assert [part["documents"] for part in split.json["parts"]] == [3, 2]
+    assert "left out" not in caplog.text
+    found = desk.here("data", "leak", "parts/train", "parts/test", "a.jsonl", "--exact", "--json").json
+    assert [(each["documents"], each["exact"]) for each in found["splits"]] == [(3, 0), (2, 0), (6, 6)]
+    assert {pair["duplicate_of"]["file"].split("/")[2] for pair in found["pairs"]} == {"data"}
+    assert desk.here("data", "balance", "parts/train", "--label", "text", "--json").json["rows"] == 3
+    index = desk.here("data", "split", "a.jsonl", "--out", "index", "--index-only", *parts)
+    assert index.code == 0
+    refused = desk.here("data", "leak", "index/train", "index/test")
+    assert refused.code == 2
+    assert "index/train, a folder of results without data/, with row indices alone" in refused.err
+    assert "unisono data convert SOURCE NEW --kept-rows index/train" in refused.err
+    whole = desk.here("data", "dedup", "parts", "--out", "other")
+    assert (whole.code, "a part, as parts/test" in whole.err) == (2, True)
+    assert desk.here("data", "balance", "index/train", "--label", "text").code == 2
+
+
 @pytest.mark.parametrize("options", [("--near", "nan"), ("--exact", "--seed", "5"), ("--image-near", "inf")])
 def test_options_that_are_refused(desk: Desk, options: tuple[str, ...]) -> None:
     write(desk.folder, "a.jsonl", "one two three")
     done = desk.here("data", "dedup", "a.jsonl", "--out", "out", *options)
     assert done.code == 2
+    assert not (desk.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("dedup", "a.jsonl", "--out", "out"),
+        ("split", "a.jsonl", "--out", "out", "--part", "a=1"),
+        ("leak", "a.jsonl", "b.jsonl"),
+    ],
+)
+@pytest.mark.parametrize(("option", "value"), [("--crops", True), ("--no-crops", False)])
+def test_crops_are_of_images(desk: Desk, command: tuple[str, ...], option: str, value: bool) -> None:
+    write(desk.folder, "a.jsonl", "one two three")
+    write(desk.folder, "b.jsonl", "one two")
+    done = desk.here("data", *command, option)
+    assert done.code == 2
+    assert f"dedup.crops = {value}, for text" in done.err
     assert not (desk.folder / "out").exists()
 
 
@@ -404,7 +444,7 @@ def test_options_of_rows(desk: Desk) -> None:
     one = ("--out", "one", "--part", "train=0.5", "--part", "test=0.5", "--group", "text", "--exact")
     write(desk.folder, "same.jsonl", *["the same"] * 6)
     assert (
-        "test: 0 documents, 0.00%; the clusters are too large for it"
+        "test: 0 documents, 0.00%; its share of 6 is 3, and the clusters are too large for it"
         in desk.here("data", "split", "same.jsonl", *one).out
     )
 

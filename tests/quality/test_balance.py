@@ -312,3 +312,12 @@ def test_images_change(tmp_path: Path) -> None:
     task = resolve_task(TaskOptions(kind="image"), data)
     with pytest.raises(DataError, match="photos, which has changed since"):
         predictor_data(task, data, ImageOptions(size=8), TextOptions(), tokenizer=None, buckets=8)
+
+
+def test_a_name_whose_weights_have_no_place(tmp_path: Path) -> None:
+    (tmp_path / "files.json").mkdir()
+    paths = [table(tmp_path / "files.json" / "a.jsonl"), table(tmp_path / "b.jsonl")]
+    with pytest.raises(DataError, match=r"'files\.json/a\.jsonl', of which the place of the rows"):
+        balance(paths, tmp_path / "out", field="label")
+    assert not (tmp_path / "out").exists()
+    assert counts_of(balance(paths, None, field="label")) == {name: 2 * count for name, count in COUNTS.items()}

@@ -370,3 +370,21 @@ def test_a_csv_file_without_a_header_line(tmp_path: Path) -> None:
         check_columns([tmp_path / "a.csv"])
     (tmp_path / "a.csv").write_text("x,y\n")
     assert [column.name for column in check_columns([tmp_path / "a.csv"]).columns] == ["x", "y"]
+
+
+def test_images_of_another_mode_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    for number, mode in enumerate(("RGB", "RGB", "L", "RGB", "RGBA")):
+        Image.new(mode, (40, 30)).save(tmp_path / "photos" / "cat" / f"{number}.png")
+    result = check_columns([tmp_path / "photos"], out=tmp_path / "out")
+    assert kinds(result) == [
+        ("cat/2.png", "image", "image", "PNG L", "images of mode RGB"),
+        ("cat/4.png", "image", "image", "PNG RGBA", "images of mode RGB"),
+    ]
+    (column,) = result.columns
+    assert (sum(result.rows.values()), column.contents) == (5, {"PNG RGB": 3, "PNG L": 1, "PNG RGBA": 1})
+    assert "PNG RGB 3" in (tmp_path / "out" / "report.html").read_text()
+    with pytest.raises(DataError, match="tables, or images alone"):
+        check_columns([tmp_path / "photos", jsonl(tmp_path / "a.jsonl", [{"x": 1}])])
+    with pytest.raises(DataError, match="masked values or one schema for "):
+        check_columns([tmp_path / "photos"], out=tmp_path / "other", options=ColumnOptions(unify=True))

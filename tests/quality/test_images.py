@@ -24,6 +24,16 @@ from unisono.quality.leak import find_leaks
 from unisono.quality.options import CleanRecipe, DuplicateOptions, FilterOptions, only_dedup
 from unisono.quality.split import split
 
+# how the pixels of a picture are stored for each EXIF orientation
+STORED_BY = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 WITH_CROPS = only_dedup(DuplicateOptions(crops=True))
 
 
@@ -183,6 +193,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n')
     with pytest.raises(DataError, match="texts and images"):
         clean([tmp_path / "images", tmp_path / "a.jsonl"], tmp_path / "out")
+    (tmp_path / "nested.jsonl").write_text('{"meta": {"id": 1}, "text": "one two"}\n')
+    with pytest.raises(DataError, match="texts and images"):
+        clean([tmp_path / "images", tmp_path / "nested.jsonl"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"filter\.min_words = 3, for images"):
         clean([tmp_path / "images"], tmp_path / "out", CleanRecipe(filter=FilterOptions(min_words=3)))
     with pytest.raises(ConfigError, match=r"dedup\.image_near = 0\.9, for text"):
@@ -195,3 +208,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images" / "rows.csv").write_text("text\none\n")
     with pytest.raises(DataError, match="1 tables and 3 images"):
         clean([tmp_path / "images"], tmp_path / "other")
+
+
+def test_images_are_compared_as_viewers_turn_them(tmp_path: Path) -> None:
+    write_photographs(tmp_path / "upright", range(3))
+    (tmp_path / "turned").mkdir()
+    for orientation, transpose in STORED_BY.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        photograph(1).transpose(transpose).save(tmp_path / "turned" / f"{orientation}.jpg", quality=80, exif=exif)
+    (tmp_path / "turned" / "without.jpg").write_bytes(jpeg(photograph(1).transpose(Image.Transpose.ROTATE_90)))
+    found = find_leaks(tmp_path / "upright", [tmp_path / "turned"]).pairs
+    assert {pair["file"]: pair["duplicate_of"]["file"] for pair in found} == {
+        f"turned/{orientation}.jpg": "upright/0001.jpg" for orientation in STORED_BY
+    }

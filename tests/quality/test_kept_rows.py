@@ -24,9 +24,11 @@ from unisono.data.tokens.tokenizer import load_tokenizer
 from unisono.errors import ConfigError, DataError
 from unisono.quality.balance import balance
 from unisono.quality.clean import clean
+from unisono.quality.job_folder import open_job
 from unisono.quality.leak import find_leaks
 from unisono.quality.options import DuplicateOptions, only_dedup
 from unisono.quality.split import split
+from unisono.storage.directory import make_folder
 from unisono.tasks.columns import resolve_task
 from unisono.tasks.data import TaskData, language_data, predictor_data
 from unisono.tasks.options import ImageOptions, TaskOptions, TextOptions
@@ -342,3 +344,40 @@ def test_data_without_rows(tmp_path: Path) -> None:
 def test_settings_that_are_refused(given: dict[str, Any], message: str) -> None:
     found = dict(DataOptions(**given).problems())
     assert message in found["kept_rows"].given
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("files.json/a.txt",), "'files.json/a.txt', of which the place of the rows"),
+        (("x", "x.npy/y"), "'x', of which the place of the rows, 'x.npy', is taken"),
+        (("sub/x", "sub/x.npy/z/y"), "'sub/x', of which the place of the rows"),
+        (("k" * 231,), "whose name has 231 bytes"),
+    ],
+)
+def test_names_whose_rows_have_no_place(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    for number, name in enumerate(files):
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text {number}")
+    with pytest.raises(DataError, match=message):
+        clean([tmp_path / "texts"], tmp_path / "out", EXACT)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_beside_the_index_have_places(tmp_path: Path) -> None:
+    for number, name in enumerate(("files.json", "sub/files.json", "x.npy", "sub/files.json.npy", "k" * 230)):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"text {number}")
+    assert clean([tmp_path / "texts"], tmp_path / "out", EXACT).kept == 5
+
+
+@pytest.mark.parametrize("name", ["k" * 300, "a", "a/b"])
+def test_a_name_that_cannot_be_written_is_another_problem_than_room(tmp_path: Path, name: str) -> None:
+    def write(out: Path) -> None:
+        with open_job(out, {}, []) as job:
+            (job.new / "a").write_text("a file where a folder is wanted")
+            make_folder(job.new / name)
+
+    with pytest.raises(ConfigError, match="try:  another name of the file or folder"):
+        write(tmp_path / "out")

@@ -9,6 +9,7 @@ import numpy as np
 import planted
 import pytest
 
+from unisono.data.convert import convert
 from unisono.data.convert.table_files import Table, write_table
 from unisono.errors import ConfigError, DataError
 from unisono.quality.leak import find_leaks
@@ -119,3 +120,20 @@ def test_only_the_same_text(tmp_path: Path) -> None:
 def test_a_set_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unisono data dedup finds the duplicates within one set"):
         find_leaks(write(tmp_path / "train.jsonl", ["a"]), [])
+
+
+def test_sets_whose_texts_have_different_names(tmp_path: Path) -> None:
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    write_table(train, Table(rows=[{"body": "one two"}]))
+    write_table(test, Table(rows=[{"question": "one two", "answer": "three"}]))
+    alone = r"data convert .*test\.jsonl NEW --column question"
+    with pytest.raises(DataError, match=rf"'text' is no field, but 'question', 'answer'(.|\n)*{alone}"):
+        find_leaks(train, [test])
+    with pytest.raises(DataError, match=r"train\.jsonl, in which 'question' is no field(.|\n)*NEW --column body"):
+        find_leaks(train, [test], column="question")
+    convert(test, tmp_path / "alone.jsonl", columns=["question"])  # as the error says
+    assert len(find_leaks(train, [tmp_path / "alone.jsonl"]).pairs) == 1
+    write_table(train, Table(rows=[{"question": "one two", "id": "a"}]))
+    with pytest.raises(DataError, match="--column question"):
+        find_leaks(train, [test])
+    assert len(find_leaks(train, [test], column="question").pairs) == 1

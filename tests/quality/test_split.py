@@ -106,8 +106,44 @@ def test_another_seed_draws_others(tmp_path: Path) -> None:
     assert first.sum() == other.sum() == 50
 
 
-def test_nothing_to_split() -> None:
+def test_nothing_to_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(assign_parts(np.zeros(0, np.int64), np.zeros(0, np.int64), [0.5, 0.5], 0)) == 0
+    (tmp_path / "all.jsonl").touch()
+    split([tmp_path / "all.jsonl"], tmp_path / "out", {"a": Fraction(1)})
+    assert "the part 'a' has no documents: the data set has none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rows_of_class",
+    [[4] * 300, [3] * 400, [1] * 1200, [100] * 10 + [4] * 300, [7, 1, 1, 2, 50]],
+    ids=["fours", "threes", "ones", "long tail", "few"],
+)
+@pytest.mark.parametrize("shares", [[0.8, 0.1, 0.1], [0.5, 0.5], [0.7, 0.2, 0.05, 0.05]])
+def test_small_classes_have_their_shares_and_so_have_all(rows_of_class: list[int], shares: list[float]) -> None:
+    classes = np.repeat(np.arange(len(rows_of_class)), rows_of_class)
+    part_of = assign_parts(np.arange(len(classes)), classes, shares, 0)
+    counts = np.zeros((len(shares), len(rows_of_class)))
+    np.add.at(counts, (part_of, classes), 1)
+    assert np.abs(counts - np.outer(shares, rows_of_class)).max() < 1
+    assert np.abs(counts.sum(axis=1) - np.array(shares) * len(classes)).max() < 1
+
+
+def test_groups_in_small_classes_have_the_shares_of_all() -> None:
+    shares = np.array([0.8, 0.1, 0.1])
+    pairs, fours, tens = np.arange(1200) // 2 * 2, np.arange(1200) // 4, np.arange(1200) // 10
+    for clusters, classes in ((pairs, fours), (tens * 10, tens)):
+        part_of = assign_parts(clusters, classes, shares.tolist(), 0)
+        assert np.array_equal(part_of, part_of[clusters])
+        assert np.bincount(part_of, minlength=3).tolist() == [960, 120, 120]
+
+
+def test_why_a_part_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data_set(tmp_path / "all.jsonl", 3)
+    split([tmp_path / "all.jsonl"], tmp_path / "few", {"a": Fraction(95, 100), "b": Fraction(5, 100)})
+    assert "the part 'b' has no documents: its share of 6 is 0.3" in caplog.text
+    write_table(tmp_path / "same.jsonl", Table(rows=[{"text": "the same"}] * 6))
+    split([tmp_path / "same.jsonl"], tmp_path / "same", {"a": Fraction(1, 2), "b": Fraction(1, 2)})
+    assert "'b' has no documents: its share of 6 is 3, and the clusters are too large for it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,3 +180,11 @@ def test_too_many_classes_and_values_that_are_none(tmp_path: Path, monkeypatch: 
     write_table(tmp_path / "lists.jsonl", Table(rows=[{"text": "a", "label": ["x", "y"]}]))
     with pytest.raises(DataError, match="a class or a group is a string or a number"):
         split([tmp_path / "lists.jsonl"], tmp_path / "other", PARTS, class_field="label")
+
+
+def test_a_folder_of_hugging_face_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": []}')
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\xff\xff")
+    with pytest.raises(DataError, match=r"a folder of Hugging Face's datasets(.|\n)*to_parquet"):
+        split([tmp_path / "saved"], tmp_path / "out", PARTS)

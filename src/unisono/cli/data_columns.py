@@ -77,9 +77,10 @@ def check_table_columns(
 ) -> int:
     """Compare the schemas of the tables INPUTS and judge their numbers. Exit code 1 if files differ in their schemas.
 
-    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, modes of images in
-    bytes, and encodings. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and
-    steps back. With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
+    INPUTS are tables, or images, or folders of these, one data set; they do not change. Compared are columns, types, modes of
+    images in bytes, and encodings. Of numeric columns outliers, values that are not finite and stuck values are named, of
+    stamps gaps and steps back. With --unify the exit code is 0 once the copy is written. After a kill, the same command goes
+    on.
 
     \b
     OUT/data           with --mask or --unify: the changed tables, under the inputs' names

@@ -270,7 +270,7 @@ def split_documents(
     OUT/dropped.jsonl  each document that --on-error skip left out
     OUT/report.html    counts and classes of the parts; OUT/report.json the same
     """
-    from unisono.quality.split import split
+    from unisono.quality.split import split, why_empty
 
     with resumable(out) as progress:
         result = split(
@@ -289,7 +289,7 @@ def split_documents(
     lines = [
         f"{part.name}: {part.documents:,} documents, "
         f"{part.documents / max(result.documents - result.unreadable, 1):.2%}"
-        + ("" if part.documents else "; the clusters are too large for it")
+        + ("" if part.documents else f"; {why_empty(part, result)}")
         for part in result.parts
     ]
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")

@@ -6,8 +6,8 @@ A NAME is a file's path relative to the folder that all files lie in, so the dat
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import numpy as np
@@ -15,9 +15,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.remote_file import is_url
+from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.files import require_regular
 
 FILES_JSON: Final = "files.json"
+_MAX_NAME_BYTES: Final = 230  # of a file; with .npy and the end of a temporary name 255, which file systems take
 
 
 class Entry(Protocol):
@@ -55,6 +58,27 @@ def _files_below(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         folders.sort()
         yield from (Path(root, file) for file in sorted(files))
+
+
+def require_array_names(names: Iterable[str]) -> None:
+    """Raise DataError if the array of a file would have the name of another entry of its folder, or one that is too long."""
+    names = list(names)
+    folders = {str(parent) for name in names for parent in PurePath(name).parents}
+    for name in names:
+        array = f"{name}.npy"
+        parents = array.split("/")[:-1]
+        if parents[:1] == [FILES_JSON] or array in folders:
+            given = f"{quoted(name)}, of which the place of the rows, {quoted(array)}, is taken"
+        elif (size := len(os.fsencode(PurePath(name).name))) > _MAX_NAME_BYTES:
+            given = f"{quoted(name)}, whose name has {size} bytes"
+        else:
+            continue
+        raise DataError(
+            given=given,
+            rule=f"rows of a file are in NAME.npy beside {FILES_JSON}, and a name has at most {_MAX_NAME_BYTES} bytes",
+            consequence="nothing was written",
+            nearest="another name of that file or folder",
+        )
 
 
 def find_entry(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.per_file_arrays import require_array_names
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
 from unisono.errors import nearest_name
 from unisono.quality.balance_page import write_balance_page
@@ -96,6 +97,8 @@ def balance(
             ``max_repeats`` reads of each labelled row are fewer than an epoch has.
     """
     files = find_labelled(paths)
+    if out is not None:
+        require_array_names(file.name for file in files)
     identity = {
         "balance": {"field": field, "power": power, "max_repeats": max_repeats},
         "files": [[file.name, file.kind, file.stamp] for file in files],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from unisono.data.sources import open_source as open_data
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
-from unisono.quality.documents import WHOLE_FILE, list_files
 from unisono.quality.file_meter import UNMETERED, FileMeter
+from unisono.quality.input_files import WHOLE_FILE, list_files
+from unisono.quality.job_folder import data_of_results
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
@@ -59,6 +61,7 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
         DataError: A path is not there, is given twice, or is neither.
     """
     found: list[tuple[Path, str, int]] = []  # path, kind and size
+    paths = [data_of_results(path) for path in paths]
     for path in paths:
         if path.is_dir() and is_arrow_folder(path):
             found.append((path, ARROW, sum(file.stat().st_size for file in arrow_files(path))))
@@ -72,8 +75,7 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
                 raise refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
             found.append((file.path, file.kind, file.size))
     whole = [Path(os.path.abspath(path)) for path, _, _ in found]
-    if len(set(whole)) < len(whole):
-        twice = sorted({str(path) for path in whole if whole.count(path) > 1})
+    if twice := sorted(str(path) for path, count in Counter(whole).items() if count > 1):
         raise refused(f"files that are given twice: {listed(map(quoted, twice))}", "each row counts once", "each once")
     is_tables = len(paths) == 1 and paths[0].is_dir() and found[0][0] != paths[0]
     common = paths[0] if is_tables else os.path.commonpath([path.parent for path in whole])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.image.decoding import image_format
+from unisono.data.per_file_arrays import require_array_names
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.measures import Distribution, distributions_of
@@ -112,8 +113,9 @@ def clean(
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     require_settings_of(recipe, documents.content)
     is_text = documents.content == "text"
-    sketch = sketch_version(recipe.dedup) if is_text else ""
+    sketch = sketch_version(recipe.dedup, documents.content)
     language_model = language_version(recipe.filter) if is_text else ""
+    require_array_names(file.name for file in documents.files)
     if not index_only:
         require_writable(documents)
     if is_text and recipe.normalize.enabled:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image import contact_sheet
 from unisono.data.image.decoding import Pixels, decode
+from unisono.data.image.orientation import orientation_of, oriented
 from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.near_duplicates import Duplicates
@@ -31,7 +32,9 @@ def _decoded(data: str | bytes) -> Pixels:
     from PIL import Image
 
     try:
-        image = Image.fromarray(decode(data if isinstance(data, bytes) else b"", min_size=(_CELL_PX, _CELL_PX)))
+        encoded = data if isinstance(data, bytes) else b""
+        stored = decode(encoded, min_size=(_CELL_PX, _CELL_PX))
+        image = Image.fromarray(np.ascontiguousarray(oriented(stored, orientation_of(encoded))))
     except DataError:
         return np.full((1, 1, 3), 128, np.uint8)
     image.thumbnail((_CELL_PX, _CELL_PX))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,58 +14,28 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.file_kind import kind_of_name
-from unisono.data.convert.formats.jsonl import row_of_line
+from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
 from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
-from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
-from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
+from unisono.data.convert.table_files import Row, open_file
 from unisono.data.image.decoding import image_format
 from unisono.data.text_encoding import encoding_of
-from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
+from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, read_text
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.input_files import PARQUET, InputFile, folder_name, is_image_name, list_files
 from unisono.quality.parquet_rows import example_row, parquet_rows
 from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
-from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
 Content = Literal["text", "images"]
 TEXT_COLUMN: Final = "text"  # column of the documents where no other is named
-WHOLE_FILE: Final = "file"
-PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
-_OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text
 _SHOWN_VALUES: Final = 64  # of an array
 _LOG: Final = logging.getLogger("unisono")
-_KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
-    """A file whose documents are read: a table of rows, or a text or an image that is one document.
-
-    Attributes:
-        path: The file.
-        name: Its path relative to the folder that was given; of several paths, relative to the folder that all lie in.
-        size: In bytes.
-        mtime_ns: Time of its last change.
-        corpus_entry: Of a file that is one document its folder and its entry there; None of a table.
-    """
-
-    path: Path
-    name: str
-    size: int
-    mtime_ns: int
-    corpus_entry: tuple[Corpus, SourceFile] | None = None
-
-    @property
-    def kind(self) -> str:
-        """The suffix that names the format of a table, or ``file``."""
-        return WHOLE_FILE if self.corpus_entry is not None else kind_of_name(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,91 +200,6 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
     )
 
 
-def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int, ...]]:
-    """The files of a data set, and their number for each of ``paths``.
-
-    Args:
-        paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
-            tables are taken, or the images; one without both is a folder of text files.
-
-    Raises:
-        DataError: A path is not there, or a folder has no files.
-    """
-    if not paths:
-        raise refused(
-            "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
-        )
-    common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
-    files: list[InputFile] = []
-    files_of_path: list[int] = []
-    for path in paths:
-        found, fault = look_up(path)
-        if fault or not os.path.exists(found):
-            raise refused(
-                f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
-                "documents are in tables, in files of text or images, or in folders of these",
-                "its path",
-            )
-        within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
-        of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
-        files += of_path
-        files_of_path.append(len(of_path))
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise refused(
-            f"files that are given twice: {listed(map(quoted, twice))}",
-            "each document is read once",
-            "each path once; of a folder not also the files in it",
-        )
-    if other := [file for file in files if file.corpus_entry is not None and file.path.suffix.lower() in _OTHER_TABLES]:
-        more = f", and {len(other) - 1:,} files like it" if len(other) > 1 else ""
-        _LOG.warning("%s is read as one document of text%s; tables are .jsonl, .csv, .parquet", other[0].name, more)
-    return tuple(files), tuple(files_of_path)
-
-
-def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
-    try:
-        corpus = find_corpus(str(folder))
-    except DataError:
-        if not any(path.is_file() for path in folder.rglob("*")):
-            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
-        raise
-    tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
-    images = [file for file in corpus.files if _is_image_name(file.path)]
-    if tables and images:
-        raise refused(
-            f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
-            "a folder holds tables, or images, or files of text",
-            f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
-        )
-    chosen = tables or images or list(corpus.files)
-    stems = {_stem(file) for file in chosen}  # an index or a list of classes has the name of its table
-    if left_out := [file.path for file in corpus.files if _stem(file) not in stems]:
-        kind = "tables" if tables else "images"
-        _LOG.warning(
-            "%s: %d files that are no %s are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
-        )
-    for file in chosen:
-        yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
-
-
-def _stem(file: SourceFile) -> str:
-    head, _, name = file.path.rpartition("/")
-    return f"{head}/{name.partition('.')[0]}"
-
-
-def _of_file(path: Path, common: str) -> Iterator[InputFile]:
-    is_table = kind_of_name(path) in _KINDS
-    for file in files_of(path) if is_table else [path]:
-        corpus = find_corpus(str(file))
-        yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
-
-
-def _is_image_name(name: str | Path) -> bool:
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES
-
-
 def _content(files: Sequence[InputFile], column: str | None) -> Content:
     """Whether the documents are texts or images. Raises DataError for both."""
     content_of: dict[Content, InputFile] = {}
@@ -335,11 +219,11 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
 def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     """None of a table without rows, or whose first row cannot be read (reading it then says so), or without a value."""
     if file.corpus_entry is not None:
-        return "images" if _is_image_name(file.path) else "text"
+        return "images" if is_image_name(file.path) else "text"
     try:
-        row = _first_row(file)
+        row = first_row(file)
     except DataError:
-        return None
+        return "text" if _begins_with_text(file, column or TEXT_COLUMN) else None
     value = None if row is None else row.get(column or image_column(row) or TEXT_COLUMN)
     if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
@@ -347,12 +231,23 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     return "images" if is_image else "text"
 
 
+def _begins_with_text(file: InputFile, column: str) -> bool:
+    """Whether the first line of JSONL has a text, whatever its other fields hold."""
+    if file.kind != ".jsonl":
+        return False
+    with open_source(file.path) as source:
+        try:
+            return isinstance(object_of_line(source.readline(MAX_RECORD_BYTES + 1), file.path, 1, 0).get(column), str)
+        except DataError:
+            return False
+
+
 def _image_in(value: bytes, file: InputFile) -> bytes:
     """The encoded image that a value of a table is; of an image record without its header."""
     return (image_of_record(value) or value) if file.kind == RECORDS else value
 
 
-def _first_row(file: InputFile) -> Row | None:
+def first_row(file: InputFile) -> Row | None:
     """The first row of a table, or one that stands for it; None without rows. Raises DataError."""
     if file.kind == PARQUET:
         return example_row(file.path)
@@ -365,28 +260,6 @@ def has_image_records(file: InputFile) -> bool:
         return False
     row = next(iter(open_file(file.path, file.kind).rows), None)
     return row is not None and image_of_record(row[PAYLOAD]) is not None
-
-
-def _absolute(path: str | Path) -> Path:
-    """Without ``..``, which would lead out of the folder of the results."""
-    return Path(os.path.abspath(path))
-
-
-def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
-    if kind_of_name(path) == ".mindrecord" != path.suffix:
-        raise refused(
-            f"{path}, one of a set of MindRecord files",
-            "such a set is read as a whole",
-            "unisono data convert, to one file",
-        )
-    corpus_entry = None if corpus is None else (corpus, entry)
-    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, corpus_entry=corpus_entry)
-
-
-def _folder_name(file: InputFile, entry: SourceFile) -> str:
-    """The same for the same folder of a class, whichever of several folders with such folders it lies in."""
-    within = os.path.dirname(entry.path)
-    return within or _absolute(file.path).parent.name
 
 
 def _texts(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[str | DataError]:
@@ -481,7 +354,7 @@ def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
                 f"{quoted(TARGETS)}, or a table",
             )
         meter.end()
-        yield _folder_name(file, file.corpus_entry[1])
+        yield folder_name(file, file.corpus_entry[1])
         return
     if field == TARGETS and has_image_records(file):
         yield from record_classes(file.path)
@@ -542,7 +415,7 @@ def text_field(file: InputFile) -> str:
         DataError: It is not clear, or the file is damaged.
     """
     try:
-        row = _first_row(file)
+        row = first_row(file)
         return TEXT_COLUMN if row is None else text_column(row, file)
     except DataError:
         if file.kind != ".jsonl":

@@ -13,8 +13,11 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from unisono.data.cleaning_record import REPORT_FILE
+from unisono.data.cleaning_record import DATA_FOLDER, REPORT_FILE
+from unisono.data.kept_rows import KEPT_FOLDER
+from unisono.data.per_file_arrays import FILES_JSON
 from unisono.errors import ConfigError, Problem
+from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, os_reason, write_atomically
 from unisono.storage.folder_lock import FolderLock
@@ -27,6 +30,7 @@ _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -139,8 +143,33 @@ def open_job(
             given=f"{path}, which cannot be written: {os_reason(error)}",
             rule="results are written into a folder, which needs room for them and for intermediate files",
             consequence="the job is not finished",
-            nearest="room there, and the right to write there; then run the same command again",
+            nearest="another name of the file or folder of the inputs that is named so; then run the same command again"
+            if error.errno in _OF_NAMES
+            else "room there, and the right to write there; then run the same command again",
         ) from error
+
+
+def data_of_results(folder: Path) -> Path:
+    """The folder that is read of a folder of results: its ``data/``; any other folder itself.
+
+    Raises:
+        DataError: It has only row indices, parts of a split, or a report.
+    """
+    has_rows = (folder / KEPT_FOLDER / FILES_JSON).is_file()
+    if not has_rows and not ((folder / _JOB_FILE).is_file() and (folder / REPORT_FILE).is_file()):
+        return folder
+    if (folder / DATA_FOLDER).is_dir():
+        return folder / DATA_FOLDER
+    parts = sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
+    if has_rows:
+        nearest = f"the rows as a file: unisono data convert SOURCE NEW --kept-rows {folder}; or the data set itself"
+    else:
+        nearest = f"a part, as {parts[0]}" if parts else "the data set that the results are of"
+    raise refused(
+        f"{folder}, a folder of results without {DATA_FOLDER}/" + (", with row indices alone" if has_rows else ""),
+        f"of a folder of results the documents in {DATA_FOLDER}/ are read",
+        nearest,
+    )
 
 
 def _is_of(path: Path, error: OSError) -> bool:

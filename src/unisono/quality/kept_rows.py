@@ -20,16 +20,9 @@ from unisono.data.kept_rows import KEPT_FOLDER, KeptFile, write_kept_files
 from unisono.data.per_file_arrays import stamp_of
 from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
-from unisono.quality.documents import (
-    PARQUET,
-    WHOLE_FILE,
-    Documents,
-    InputFile,
-    has_image_records,
-    text_column,
-    text_field,
-)
+from unisono.quality.documents import Documents, has_image_records, text_column, text_field
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
+from unisono.quality.input_files import PARQUET, WHOLE_FILE, InputFile
 from unisono.quality.json_members import json_members, with_values
 from unisono.quality.labels.values import label_like
 from unisono.quality.parquet_rows import write_kept_parquet

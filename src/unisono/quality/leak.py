@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.per_file_arrays import require_array_names
 from unisono.errors import DataError
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import find_documents
@@ -26,6 +27,7 @@ from unisono.quality.kept_rows import write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of, with_crops
 from unisono.quality.page import write_leak_page
 from unisono.quality.progress import SILENT, Progress
+from unisono.quality.shared_column import require_shared_column
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 
 _PAIRS_FILE: Final = "pairs.jsonl"
@@ -106,9 +108,12 @@ def find_leaks(
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
+    require_shared_column(documents)
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == "text" else ""
+    sketch = sketch_version(options, documents.content)
+    if out is not None:
+        require_array_names(file.name for file in documents.files)
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"

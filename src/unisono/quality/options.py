@@ -219,8 +219,8 @@ def require_settings_of(recipe: CleanRecipe, content: str) -> None:
             is_of_images = section.name == "images" or setting.name in ("image_near", "crops")
             is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name == "seed")
             value = getattr(options, setting.name)
-            # only exact copies and whole images, of texts and images alike
-            is_off = setting.name in ("near", "image_near", "crops") and not value
+            # only exact copies, of texts and images alike
+            is_off = setting.name in ("near", "image_near") and not value
             is_default = value == getattr(defaults, setting.name)
             if not (is_default or is_off or is_of_both) and is_of_images != (content == "images"):
                 given.append(f"{section.name}.{setting.name} = {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.per_file_arrays import require_array_names
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters
@@ -31,6 +33,8 @@ from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
 _RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock")
+_LOG: Final = logging.getLogger("unisono")
+_ROUNDING: Final = 1e-6  # of sums of shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +119,8 @@ def split(
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     options = with_crops(options, documents.content)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == "text" else ""
+    sketch = sketch_version(options, documents.content)
+    require_array_names(file.name for file in documents.files)
     if not index_only:
         require_writable(documents)
     identity = {
@@ -171,7 +176,20 @@ def split(
         progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
+    for part in result.parts:
+        if not part.documents:
+            _LOG.warning("%s: the part %s has no documents: %s", out, quoted(part.name), why_empty(part, result))
     return result
+
+
+def why_empty(part: Part, result: SplitResult) -> str:
+    """Why a part has no documents, in words."""
+    documents = result.documents - result.unreadable
+    if not documents:
+        return "the data set has none"
+    if part.share * documents < 1 - _ROUNDING:
+        return f"its share of {documents:,} is {part.share * documents:.2g}"
+    return f"its share of {documents:,} is {part.share * documents:.4g}, and the clusters are too large for it"
 
 
 def assign_parts(
@@ -179,8 +197,9 @@ def assign_parts(
 ) -> NDArray[np.int64]:
     """The number of each document's part, int64 [documents].
 
-    Clusters go from the largest to the smallest, each to the part that still needs most of its documents (iterative
-    stratification, Sechidis, Tsoumakas and Vlahavas 2011). Clusters of one document then fill what each part needs of each class.
+    Clusters go from the largest to the smallest. Each goes to the part where it lowers the squares of what is still needed most,
+    of each class and of all documents, relative to the part's share. Clusters of one document then fill what each part needs of
+    each class: without larger clusters, numbers of a class and of all documents differ by less than one from the part's share.
     Among clusters of one size the order is that of a keyed hash.
 
     Args:
@@ -188,10 +207,14 @@ def assign_parts(
         classes: Number of each document's class, from 0, int64 [documents].
         shares: Of the parts; they sum up to 1.
         seed: Of the hash.
+
+    Source:
+        Largest first by what is needed is iterative stratification (Sechidis, Tsoumakas and Vlahavas 2011).
     """
     _, cluster, sizes = np.unique(cluster_of, return_inverse=True, return_counts=True)
     num_classes = int(classes.max(initial=-1)) + 1
     need = np.outer(shares, np.bincount(classes, minlength=num_classes))  # [parts, classes] documents
+    total_need = need.sum(axis=1)
     part_of = np.zeros(len(cluster_of), np.int64)
     hashes = np.array(
         [xxhash.xxh3_64_intdigest(f"{seed} {document}".encode()) for document in range(len(cluster_of))], np.uint64
@@ -200,18 +223,48 @@ def assign_parts(
     members = np.split(by_cluster, np.cumsum(sizes)[:-1]) if len(sizes) else []
     large = [number for number in range(len(sizes)) if sizes[number] > 1]
     for number in sorted(large, key=lambda number: (-sizes[number], hashes[members[number][0]])):
-        counts = np.bincount(classes[members[number]], minlength=num_classes)
-        part = int(np.argmax(need @ counts))
+        size = int(sizes[number])
+        of_class, counts = np.unique(classes[members[number]], return_counts=True)
+        rise = counts @ counts + size**2 - 2 * (need[:, of_class] @ counts + total_need * size)
+        part = int(np.argmin(rise / np.array(shares)))
         part_of[members[number]] = part
-        need[part] -= counts
+        need[part, of_class] -= counts
+        total_need[part] -= size
     alone = np.flatnonzero(sizes[cluster] == 1)
     alone = alone[np.argsort(hashes[alone])]
-    for number in range(num_classes):
-        chosen = alone[classes[alone] == number]
-        wanted = np.maximum(need[:, number], 0)
-        ends = np.round(np.cumsum(wanted) / max(wanted.sum(), 1e-9) * len(chosen)).astype(np.int64)
-        part_of[chosen] = np.searchsorted(ends, np.arange(len(chosen)), side="right")
+    drawn, first = np.unique(classes[alone], return_index=True)
+    drawn = drawn[np.argsort(first)]  # classes in the order of the hash, too
+    alone = alone[np.argsort(classes[alone], kind="stable")]
+    sizes_alone = np.bincount(classes[alone], minlength=num_classes)
+    wanted = np.maximum(need[:, drawn].T, 0.0)
+    wanted *= sizes_alone[drawn, None] / np.maximum(wanted.sum(axis=1, keepdims=True), _ROUNDING)
+    begins = np.cumsum(sizes_alone) - sizes_alone
+    for number, counts in zip(drawn.tolist(), round_to_totals(wanted, total_need), strict=True):
+        begin = begins[number]
+        part_of[alone[begin : begin + sizes_alone[number]]] = np.repeat(np.arange(len(shares)), counts)
     return part_of
+
+
+def round_to_totals(wanted: NDArray[np.float64], totals: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Round a table up or down to whole numbers so that its rows keep their sums and its columns come near to ``totals``.
+
+    What a row's rounding takes from a column, the next rows give back: if ``totals`` are the sums of the columns, these differ
+    by less than one, as a rule.
+
+    Args:
+        wanted: Numbers from 0 on, float64 [rows, columns], whose rows sum up to whole numbers.
+        totals: Wanted sums of the columns, float64 [columns].
+    """
+    counts = np.floor(wanted + _ROUNDING).astype(np.int64)
+    can_rise = wanted - counts > _ROUNDING
+    lacking = totals - wanted.sum(axis=0)
+    for row, rises in enumerate(np.round(wanted.sum(axis=1)).astype(np.int64) - counts.sum(axis=1)):
+        lacking += wanted[row] - counts[row]
+        chosen = np.argsort(np.where(can_rise[row], -lacking, np.inf), kind="stable")[:rises]
+        counts[row, chosen] += 1
+        can_rise[row, chosen] = False
+        lacking[chosen] -= 1
+    return counts
 
 
 def _groups(documents: Documents, field: str, sketches: Sketches, progress: Progress) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.image.decoding import decode, image_format, probe
+from unisono.data.image.orientation import orientation_of, oriented
 from unisono.errors import DataError
 from unisono.quality.options import ImageOptions
 
@@ -51,7 +52,7 @@ class CheckedImage:
 
 
 def check_image(data: bytes, suffix: str, options: ImageOptions) -> CheckedImage:
-    """Read an image and check it.
+    """Read an image, turned as its EXIF orientation says, and check it.
 
     Args:
         data: The encoded image.
@@ -64,7 +65,8 @@ def check_image(data: bytes, suffix: str, options: ImageOptions) -> CheckedImage
     side = _JUDGED_PX if options.enabled and options.max_blur else THUMBNAIL_PX
     try:
         info = probe(data)
-        grey = decode(data, color="gray", min_size=(side, side))[:, :, 0]
+        stored = decode(data, color="gray", min_size=(side, side))
+        grey = np.ascontiguousarray(oriented(stored, orientation_of(data))[:, :, 0])
     except DataError as error:
         fault = "; ".join(problem.given for problem in error.problems)
         nothing = np.zeros((THUMBNAIL_PX, THUMBNAIL_PX), np.uint8)

@@ -17,7 +17,7 @@ from unisono.quality.columns.file_change import FileChange
 from unisono.quality.columns.lossless import recast
 from unisono.quality.columns.table_cells import stored_kind
 from unisono.quality.columns.targets import Target
-from unisono.quality.documents import InputFile
+from unisono.quality.input_files import InputFile
 
 _USUAL: Final = {"bool": "bool", "int": "int64", "float": "double", "string": "string", "bytes": "large_binary"}
 Types = Mapping[str, Any]  # pyarrow's type of each column of the schema

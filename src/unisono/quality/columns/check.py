@@ -26,10 +26,12 @@ from unisono.quality.columns.scan import FileFacts, mapped, scan_files
 from unisono.quality.columns.schema import Difference, SchemaColumn, differences_of, schema_of
 from unisono.quality.columns.series import Column, Groups, groups_of, new_array
 from unisono.quality.columns.targets import targets_of
-from unisono.quality.documents import Documents, list_files
+from unisono.quality.documents import Documents
+from unisono.quality.input_files import list_files
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable
 from unisono.quality.progress import SILENT, Progress
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, opener
@@ -109,7 +111,7 @@ def check_columns(
     each.
 
     Args:
-        paths: Tables, or folders of these; they are one data set.
+        paths: Tables, images, each a table of one row with the column ``image``, or folders of these; they are one data set.
         out: A new folder for ``report.html``, ``report.json`` and ``flagged.jsonl``, which has every flagged value; or that of
             the same job, which was killed and goes on, or is done already. None: nothing is written. A copy with changes is in
             its ``data``, with ``masked.jsonl``, which has each masked value as it was, and ``dropped.jsonl``.
@@ -133,6 +135,7 @@ def check_columns(
     files, files_of_path = list_files(paths)
     documents = Documents(files=files, files_of_path=files_of_path)
     if options.changes:
+        _require_tables(documents)
         require_writable(documents, nearest="")
     settings = {name: value for name, value in asdict(options).items() if name != "skips_unfit"}
     identity = {"columns": settings, "documents": documents.identity()}
@@ -180,6 +183,16 @@ def check_columns(
             documents.require_unchanged()
             job.finish({**asdict(result), "inputs": cleaning_facts(paths)})
     return result
+
+
+def _require_tables(documents: Documents) -> None:
+    """Raise DataError if a file is not a table: images have no values to change."""
+    if whole := next((file for file in documents.files if file.corpus_entry is not None), None):
+        raise refused(
+            f"masked values or one schema for {whole.path}, a file that is no table",
+            "values of tables are masked and cast",
+            "without --mask and --unify; the report names the images of another mode",
+        )
 
 
 def _judge(

@@ -15,7 +15,7 @@ from unisono.errors import DataError
 from unisono.quality.columns.lossless import recast
 from unisono.quality.columns.table_cells import BATCH_ROWS
 from unisono.quality.columns.targets import Target
-from unisono.quality.documents import InputFile
+from unisono.quality.input_files import InputFile
 from unisono.quality.progress import Advance, ignore
 from unisono.sanitize import quoted
 from unisono.storage.json_lines import json_line

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import shutil
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -36,8 +37,9 @@ from unisono.quality.columns.table_cells import (
     Cells,
     read_cells,
 )
-from unisono.quality.documents import Documents, InputFile
+from unisono.quality.documents import Documents
 from unisono.quality.file_meter import FileMeter
+from unisono.quality.input_files import InputFile, is_image_name
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
@@ -120,7 +122,7 @@ def scan_files(
     """Read all files that have not been read before into ``folder``; one folder for each, by its number.
 
     Args:
-        documents: The tables.
+        documents: The tables; or images, each a table of one row with the column ``image``.
         folder: A folder of this job alone.
         time: Column of stamps: numbers, ISO 8601 texts or Parquet's timestamps.
         group: Column whose values name a sensor.
@@ -128,19 +130,27 @@ def scan_files(
         progress: Receives the bytes that are read.
 
     Raises:
-        DataError: A file is text, is damaged or has changed, or a row's stamp or group cannot be one.
+        DataError: A file is text, or there are images beside tables; a file is damaged or has changed, or a row's stamp or
+            group cannot be one.
         ExtraError: A package that reads a format is not installed.
     """
-    for file in documents.files:
-        if file.corpus_entry is not None:
-            raise refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
+    whole = [file for file in documents.files if file.corpus_entry is not None]
+    is_images = len(whole) == len(documents.files) and all(is_image_name(file.path) for file in whole)
+    if whole and not is_images:
+        raise refused(
+            f"{whole[0].path}, a file that is no table", "columns are those of tables", "tables, or images alone"
+        )
+    images = replace(documents, content="images")
     places = [folder / str(number) for number in range(len(documents.files))]
     earlier = [_facts_of(place) for place in places]
     done = sum(file.size for file, found in zip(documents.files, earlier, strict=True) if found is not None)
     progress.begin("reading", documents.total_bytes, "bytes", done=done)
     facts: list[FileFacts] = []
-    for file, place, found in zip(documents.files, places, earlier, strict=True):
-        if found is None:
+    for number, (file, place, found) in enumerate(zip(documents.files, places, earlier, strict=True)):
+        if file.corpus_entry is not None:
+            found = _facts_of_image(images, number)
+            progress.advance(file.size)
+        elif found is None:
             shutil.rmtree(place, ignore_errors=True)
             make_folder(place)
             meter = FileMeter(file.size, progress.advance)
@@ -154,6 +164,14 @@ def scan_files(
             names = list(dict.fromkeys(name for found in facts for name in found.columns))
             raise refused(f"column {quoted(column)}, which no file has", "it is a column", nearest_name(column, names))
     return facts
+
+
+def _facts_of_image(images: Documents, number: int) -> FileFacts:
+    """A file that is an image as a table of one row, whose only column is the image."""
+    data = next((data for _, data in images.contents([(number, 0)]) if isinstance(data, bytes)), b"")
+    content = content_of(data, may_have_header=False)
+    image = ColumnFacts(counts={"bytes": 1}, first={"bytes": (0, content)}, contents={content: (1, 0)})
+    return FileFacts(rows=1, columns={"image": image})
 
 
 def _facts_of(place: Path) -> FileFacts | None:

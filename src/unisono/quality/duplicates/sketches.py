@@ -31,6 +31,7 @@ MAX_SHINGLES: Final = (
     1 << 16
 )  # of a document; of more the smallest hashes, by which Jaccard's standard error is below 0.2 %
 SHINGLES_VERSION: Final = 1  # version of ``shingle_hashes``: raised whenever the hashes of any document are others
+THUMBNAILS_VERSION: Final = 2  # of ``check_image``: raised whenever the thumbnail of any image is another
 _FACTOR: Final = np.uint64(0xA0761D6478BD642F)
 
 
@@ -46,13 +47,15 @@ def bands_and_rows(near: float, num_perm: int) -> tuple[int, int]:
     return num_perm // rows, rows
 
 
-def sketch_version(options: DuplicateOptions) -> str:
-    """Name and version of the signatures' algorithm and of the shingles: sketches of different versions cannot be compared. Empty
-    without signatures.
+def sketch_version(options: DuplicateOptions, content: str) -> str:
+    """Name and version of the signatures' algorithm and of the shingles, or that of thumbnails: sketches of different versions
+    cannot be compared. Empty without signatures and thumbnails.
 
     Raises:
         ExtraError: rensa is not installed.
     """
+    if content == "images":
+        return f"thumbnails {THUMBNAILS_VERSION}"
     if not (options.enabled and options.near):
         return ""
     _rensa()

@@ -110,7 +110,7 @@ def find_label_errors(
     documents, label = find_labelled_documents(paths, label, column=column, whole_rows=whole_rows)
     documents = replace(documents, skips_unreadable=skips_unreadable)
     require_settings_of(only_dedup(options), documents.content)
-    sketch = sketch_version(options) if documents.content == "text" else ""
+    sketch = sketch_version(options, documents.content)
     found = None if losses is None else find_losses_file(losses)
     identity = {
         "labels": asdict(options),

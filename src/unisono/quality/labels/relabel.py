@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.per_file_arrays import require_array_names
 from unisono.errors import DataError
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
@@ -89,6 +90,7 @@ def relabel(
     documents = find_documents(paths, column=marks.text_column, skips_unreadable=marks.skips_unreadable)
     if marks.whole_rows:
         documents = replace(documents, excluded_column=marks.label, content="text")
+    require_array_names(file.name for file in documents.files)
     require_writable(documents)
     identity = {"relabel": file_digest(marks_path), "documents": documents.identity()}
     with open_job(out, identity, [*paths, marks_path]) as job:

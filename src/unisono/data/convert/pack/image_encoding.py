@@ -14,13 +14,13 @@ import numpy as np
 
 from unisono.data.convert.pack.pack_job import RecordAnswer
 from unisono.data.image.decoding import Color, ImageInfo, Pixels, check_pixels, decode, probe
+from unisono.data.image.orientation import orientation_of, oriented
 from unisono.data.image.restart_markers import add_restart_markers, encode_jpeg
 from unisono.data.image.tiles import tile_grid
 from unisono.errors import DataError, missing_extra
 from unisono.storage.limits import MAX_PIXELS
 
 DEFAULT_QUALITY = 95  # im2rec's
-_EXIF_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def _check_end(raw: bytes, info: ImageInfo) -> None:
 
 
 def _pixels(raw: bytes, info: ImageInfo, options: ImageOptions) -> Pixels:
-    turned = _orientation(raw) if options.exif and info.jpeg is not None else 1
+    turned = orientation_of(raw) if options.exif else 1
     height, width = info.height, info.width
     if options.center_crop:
         height = width = min(height, width)
@@ -94,7 +94,7 @@ def _pixels(raw: bytes, info: ImageInfo, options: ImageOptions) -> Pixels:
         top, left = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
         pixels = pixels[top : top + side, left : left + side]
     check_pixels(target[1], target[0], options.max_pixels)
-    pixels = _turned(_scaled(pixels, *target), turned)
+    pixels = oriented(_scaled(pixels, *target), turned)
     return np.ascontiguousarray(pixels)
 
 
@@ -109,25 +109,6 @@ def _scaled(pixels: Pixels, height: int, width: int) -> Pixels:
     image = _pillow().fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
     scaled = image.resize((width, height), _pillow().Resampling.BILINEAR)
     return np.asarray(scaled).reshape(height, width, pixels.shape[2])
-
-
-def _orientation(raw: bytes) -> int:
-    """EXIF orientation, 1 to 8; 1 if there is none (EXIF 2.32, 4.6.4)."""
-    from PIL import JpegImagePlugin
-
-    try:
-        value = JpegImagePlugin.JpegImageFile(io.BytesIO(raw)).getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:
-        return 1
-    return value if value in range(1, 9) else 1
-
-
-def _turned(pixels: Pixels, orientation: int) -> Pixels:
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    rows = -1 if orientation in (3, 4, 7, 8) else 1
-    columns = -1 if orientation in (2, 3, 6, 7) else 1
-    return pixels[::rows, ::columns]
 
 
 def _encoded(pixels: Pixels, options: ImageOptions) -> bytes:

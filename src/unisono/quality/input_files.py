@@ -1,0 +1,166 @@
+"""The files of a data set: given as files, folders, or both, each by the name that it has in the results."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from unisono.data.convert.file_kind import kind_of_name
+from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
+from unisono.data.convert.table_files import files_of, read_formats
+from unisono.data.sources.arrow_folder import is_arrow_folder
+from unisono.data.tokens.corpus import Corpus, SourceFile, find_corpus
+from unisono.errors import DataError
+from unisono.quality.job_folder import data_of_results
+from unisono.quality.refused import refused
+from unisono.sanitize import listed, quoted
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
+
+Content = Literal["text", "images"]
+WHOLE_FILE: Final = "file"
+PARQUET: Final = ".parquet"
+_OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text
+_LOG: Final = logging.getLogger("unisono")
+_KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """A file whose documents are read: a table of rows, or a text or an image that is one document.
+
+    Attributes:
+        path: The file.
+        name: Its path relative to the folder that was given; of several paths, relative to the folder that all lie in.
+        size: In bytes.
+        mtime_ns: Time of its last change.
+        corpus_entry: Of a file that is one document its folder and its entry there; None of a table.
+    """
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+    corpus_entry: tuple[Corpus, SourceFile] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The suffix that names the format of a table, or ``file``."""
+        return WHOLE_FILE if self.corpus_entry is not None else kind_of_name(self.path)
+
+
+def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int, ...]]:
+    """The files of a data set, and their number for each of ``paths``.
+
+    Args:
+        paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
+            tables are taken, or the images; one without both is a folder of text files. Of one of results its ``data/`` is read.
+
+    Raises:
+        DataError: A path is not there, or a folder has no files, or it has results without ``data/``.
+    """
+    if not paths:
+        raise refused(
+            "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
+        )
+    common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
+    files: list[InputFile] = []
+    files_of_path: list[int] = []
+    for path in paths:
+        found, fault = look_up(path)
+        if fault or not os.path.exists(found):
+            raise refused(
+                f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
+                "documents are in tables, in files of text or images, or in folders of these",
+                "its path",
+            )
+        found = data_of_results(found)
+        within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
+        of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
+        files += of_path
+        files_of_path.append(len(of_path))
+    if twice := sorted(name for name, count in Counter(file.name for file in files).items() if count > 1):
+        raise refused(
+            f"files that are given twice: {listed(map(quoted, twice))}",
+            "each document is read once",
+            "each path once; of a folder not also the files in it",
+        )
+    if other := [file for file in files if file.corpus_entry is not None and file.path.suffix.lower() in _OTHER_TABLES]:
+        more = f", and {len(other) - 1:,} files like it" if len(other) > 1 else ""
+        _LOG.warning("%s is read as one document of text%s; tables are .jsonl, .csv, .parquet", other[0].name, more)
+    return tuple(files), tuple(files_of_path)
+
+
+def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
+    if is_arrow_folder(folder):
+        raise refused(
+            f"{folder}, a folder of Hugging Face's datasets",
+            "documents are in tables, in files of text or images, or in folders of these",
+            "a table of it: in Python datasets.load_from_disk(FOLDER).to_parquet('NAME.parquet'), of each split by itself",
+        )
+    try:
+        corpus = find_corpus(str(folder))
+    except DataError:
+        if not any(path.is_file() for path in folder.rglob("*")):
+            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
+        raise
+    tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
+    images = [file for file in corpus.files if is_image_name(file.path)]
+    if tables and images:
+        raise refused(
+            f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
+            "a folder holds tables, or images, or files of text",
+            f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
+        )
+    chosen = tables or images or list(corpus.files)
+    stems = {_stem(file) for file in chosen}  # an index or a list of classes has the name of its table
+    if left_out := [file.path for file in corpus.files if _stem(file) not in stems]:
+        kind = "tables" if tables else "images"
+        _LOG.warning(
+            "%s: %d files that are no %s are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
+        )
+    for file in chosen:
+        yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
+
+
+def _stem(file: SourceFile) -> str:
+    head, _, name = file.path.rpartition("/")
+    return f"{head}/{name.partition('.')[0]}"
+
+
+def _of_file(path: Path, common: str) -> Iterator[InputFile]:
+    is_table = kind_of_name(path) in _KINDS
+    for file in files_of(path) if is_table else [path]:
+        corpus = find_corpus(str(file))
+        yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
+
+
+def is_image_name(name: str | Path) -> bool:
+    """Whether a file is an image by its suffix."""
+    return Path(name).suffix.lower() in IMAGE_SUFFIXES
+
+
+def _absolute(path: str | Path) -> Path:
+    """Without ``..``, which would lead out of the folder of the results."""
+    return Path(os.path.abspath(path))
+
+
+def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
+    if kind_of_name(path) == ".mindrecord" != path.suffix:
+        raise refused(
+            f"{path}, one of a set of MindRecord files",
+            "such a set is read as a whole",
+            "unisono data convert, to one file",
+        )
+    corpus_entry = None if corpus is None else (corpus, entry)
+    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, corpus_entry=corpus_entry)
+
+
+def folder_name(file: InputFile, entry: SourceFile) -> str:
+    """The same for the same folder of a class, whichever of several folders with such folders it lies in."""
+    within = os.path.dirname(entry.path)
+    return within or _absolute(file.path).parent.name
