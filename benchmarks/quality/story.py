@@ -218,7 +218,7 @@ def proposed_rate(folder: Path, train: Path) -> float:
         "--json",
     ]
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return float(json.loads(answer)["steepest"])
+    return float(json.loads(answer)["suggested_lr"])
 
 
 def story(folder: Path, libraries: Sequence[Path], steps: int, seeds: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def of_unisono(loss: Callable[..., float], sampler: str, seed: int, trials: int)
         study = Study(Path(folder), read_space(SPACE), StudyOptions(sampler=sampler, seed=seed), {})
         best = math.inf
         for _ in range(trials):
-            trial = study.begin(None)
+            trial = study.take_trial(None)
             assert trial is not None
             a, b, c, kind = trial.settings.values()
             value = loss(float(a), float(b), float(c), kind)

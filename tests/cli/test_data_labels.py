@@ -37,7 +37,7 @@ def test_labels_and_relabel(desk: Desk) -> None:
     ]
     alone = desk.here("data", "labels", "a.jsonl", "--label", "label", "--out", "exact", "--exact", "--json").json
     assert (alone["conflicts"], alone["labels"]) == (0, {"a": 2, "b": 1})
-    one = desk.here("data", "labels", "a.jsonl", "--label", "label", "--out", "one", "--most", "1")
+    one = desk.here("data", "labels", "a.jsonl", "--label", "label", "--out", "one", "--max-shown", "1")
     assert one.code == 0
     refused = desk.here(
         "data", "labels", "a.jsonl", "--label", "label", "--out", "no", "--whole-rows", "--column", "text"

@@ -243,7 +243,7 @@ def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> N
     (identity,) = (line["user_attr"]["identity"] for line in lines if "identity" in line.get("user_attr", ()))
     study = Study(out.absolute(), read_space(space), StudyOptions(sampler="random"), identity)
     for _ in range(80):  # each would be a training
-        trial = study.begin(None)
+        trial = study.take_trial(None)
         assert trial is not None
         study.finish(trial, "done", abs(math.log(float(trial.settings["optim.lr"]) / 1e-3)))
     found = search(desk, out, *arguments)
@@ -258,7 +258,7 @@ def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> N
     assert bars["x"] == [round(100 * found["importances"][name], 1) for name in bars["y"]]
 
 
-@pytest.mark.parametrize("verb", ["params", "lr", "batch", "system", "folds", "coordinates"])
+@pytest.mark.parametrize("verb", ["params", "lr", "batch", "system", "folds", "coord-check"])
 def test_a_search_in_a_job_is_refused(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in place.items():
@@ -408,11 +408,11 @@ def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     found = done.json
-    assert 20 <= len(found["rates"]) <= 80
-    assert found["rates"] == sorted(found["rates"])
-    assert found["rates"][0] == pytest.approx(1e-6)
-    assert found["rates"][1] / found["rates"][0] == pytest.approx(1e9 ** (1 / 79))
-    assert found["steepest"] < found["diverged"] <= 1000
+    assert 20 <= len(found["lrs"]) <= 80
+    assert found["lrs"] == sorted(found["lrs"])
+    assert found["lrs"][0] == pytest.approx(1e-6)
+    assert found["lrs"][1] / found["lrs"][0] == pytest.approx(1e9 ** (1 / 79))
+    assert found["suggested_lr"] < found["diverged_lr"] <= 1000
     again = desk.here("tune", "lr", *settings, f"--out={out}")
     assert again.code == 2
     assert "this command begins anew" in again.err
@@ -421,10 +421,10 @@ def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_largest_batch_that_memory_has_room_for(desk: Desk, tmp_path: Path) -> None:
     out = tmp_path / "batch"
-    done = desk.here("tune", "batch", *desk.settings, f"--out={out}", "--most=6", "--json")
+    done = desk.here("tune", "batch", *desk.settings, f"--out={out}", "--max-micro-batch=6", "--json")
     assert done.code == 0, done.err
     found = done.json
-    assert (found["largest"], found["is_bounded"], found["proposed"]) == (6, False, 4)
+    assert (found["largest"], found["hit_memory_limit"], found["proposed"]) == (6, False, 4)
     assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 6]
     assert all(probe["peak_bytes"] > 0 and probe["samples_per_s"] > 0 for probe in found["probes"])
 
@@ -459,7 +459,7 @@ def test_the_largest_batch_by_real_failures(desk: Desk, tmp_path: Path) -> None:
     config.write_text(OUT_OF_MEMORY)
     done = desk.here("tune", "batch", str(config), "--set=plan.global_batch=8", f"--out={tmp_path / 'batch'}", "--json")
     assert done.code == 0, done.err
-    assert (done.json["largest"], done.json["is_bounded"], done.json["proposed"]) == (5, True, 4)
+    assert (done.json["largest"], done.json["hit_memory_limit"], done.json["proposed"]) == (5, True, 4)
     assert {probe["micro_batch"]: probe["fits"] for probe in done.json["probes"]} == {
         **{1: True, 2: True, 4: True, 8: False},
         **{6: False, 5: True},

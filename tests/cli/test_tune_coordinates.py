@@ -1,4 +1,4 @@
-"""``unisono tune coordinates``: flat curves with muP, and none without."""
+"""``unisono tune coord-check``: flat curves with muP, and none without."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = ("--set=model.dim=64", "--set=model.num_heads=4", "--set=model.num_kv_he
 
 
 def checked(desk: Desk, out: Path, *arguments: str) -> Outcome:
-    return desk.here("tune", "coordinates", *desk.settings, *SIZES, f"--out={out}", *arguments)
+    return desk.here("tune", "coord-check", *desk.settings, *SIZES, f"--out={out}", *arguments)
 
 
 @pytest.mark.parametrize(("base", "code"), [(32, 0), (0, 1)])

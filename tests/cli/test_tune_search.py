@@ -20,15 +20,12 @@ def test_the_report_is_written_after_each_trial(desk: Desk, tmp_path: Path, monk
     out = tmp_path / "search"
     small_trainings.install(monkeypatch)
     seen: list[tuple[bool, float | None]] = []
-    tell = tune_trials._Printed.tell
 
-    def look(printed: object, trial: object, end: object, *rest: object) -> None:
-        tell(printed, trial, end, *rest)  # type: ignore[arg-type]
-        if end is None:  # the next one has begun
-            lr = tomllib.loads((out / "best.toml").read_text())["optim"]["lr"] if (out / "best.toml").exists() else None
-            seen.append(((out / "report.html").exists(), lr))
+    def look(printed: object, trial: object) -> None:
+        lr = tomllib.loads((out / "best.toml").read_text())["optim"]["lr"] if (out / "best.toml").exists() else None
+        seen.append(((out / "report.html").exists(), lr))
 
-    monkeypatch.setattr(tune_trials._Printed, "tell", look)
+    monkeypatch.setattr(tune_trials._Printed, "on_start", look)
     space = ["--space=optim.lr=1e-3,2e-3", "--sampler=grid"]
     done = desk.here("tune", "params", *desk.settings, *space, f"--out={out}")
     assert done.code == 0, done.err

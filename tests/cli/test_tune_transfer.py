@@ -58,7 +58,7 @@ def test_a_rate_is_searched_with_a_narrow_model_for_a_wide_one(desk: Desk, tmp_p
     refused = tuned(desk, "params", out, LR, "--transfer=mup", "--proxy-width=32")
     assert refused.code == 2
     (problem,) = refused.json["problems"]
-    assert problem["given"].startswith("the proxy width 32 for the search in ")
+    assert problem["given"].startswith("proxy_width 32 for the search in ")
     assert problem["given"].endswith("which began with 16")
 
 

@@ -34,10 +34,10 @@ class Memory:
 @given(st.integers(110, 100_000), st.integers(1, 4096))
 def test_the_result_fits_and_an_eighth_more_does_not(limit: int, most: int) -> None:
     memory = Memory(limit)
-    found = find_largest(memory.probe, most=most, share=64, on_host=False)
+    found = find_largest(memory.probe, max_micro_batch=most, share=64, on_host=False)
     assert 1 <= found.largest <= min(memory.largest, most)
-    assert found.is_bounded == (memory.largest < most)
-    if found.is_bounded:
+    assert found.hit_memory_limit == (memory.largest < most)
+    if found.hit_memory_limit:
         assert found.largest + max(1, found.largest // 8) + 1 > memory.largest
     else:
         assert found.largest == most
@@ -49,22 +49,22 @@ def test_the_result_fits_and_an_eighth_more_does_not(limit: int, most: int) -> N
 @given(st.integers(1000, 100_000))
 def test_nothing_is_tried_that_will_not_fit_into_the_host(limit: int) -> None:
     memory = Memory(limit)
-    found = find_largest(memory.probe, most=1 << 20, share=64, on_host=True)
+    found = find_largest(memory.probe, max_micro_batch=1 << 20, share=64, on_host=True)
     assert max(memory.tried) <= memory.largest
-    assert found.is_bounded
+    assert found.hit_memory_limit
     assert found.largest >= 0.8 * memory.largest - 2
 
 
 def test_not_even_one_sample() -> None:
     with pytest.raises(ConfigError, match="a micro-batch of one sample: out of memory"):
-        find_largest(Memory(50).probe, most=8, share=8, on_host=False)
+        find_largest(Memory(50).probe, max_micro_batch=8, share=8, on_host=False)
 
 
 def test_the_page(tmp_path: Path) -> None:
-    found = find_largest(Memory(1000).probe, most=1024, share=48, on_host=False)
+    found = find_largest(Memory(1000).probe, max_micro_batch=1024, share=48, on_host=False)
     assert (found.largest, found.proposed) == (88, 48)
     write_batch_page(tmp_path / "report.html", found)
     assert "The largest micro-batch that fits is 88." in (tmp_path / "report.html").read_text()
-    assert batch_verdict(find_largest(Memory(1000).probe, most=16, share=48, on_host=False)).startswith(
+    assert batch_verdict(find_largest(Memory(1000).probe, max_micro_batch=16, share=48, on_host=False)).startswith(
         "The largest micro-batch that was tried fits: 16."
     )

@@ -21,10 +21,10 @@ def made_in(
 ) -> list[TrialRecord]:
     """The trials of a search, each made to its end; its value follows from its settings."""
     search = Study(folder, read_space(space), StudyOptions(sampler=sampler, seed=1), {}, first=first)
-    while (trial := search.begin(limit)) is not None:
+    while (trial := search.take_trial(limit)) is not None:
         value = sum(ord(text) if text.isalpha() else float(text) for text in trial.settings.values())
         search.report(trial, [(1, value + 1.0)])
-        search.ran(trial, 1.0)
+        search.add_time(trial, 1.0)
         search.finish(trial, "done", value)
     return search.records()
 

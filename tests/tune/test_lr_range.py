@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.tune.lr_range import judge, range_settings, range_verdict, write_range_page
+from unisono.tune.lr_range import analyze_range, range_settings, range_verdict, write_range_page
 
 
 def rates(count: int = 100, low: float = 1e-6, high: float = 1.0) -> list[float]:
@@ -20,32 +20,32 @@ def curve(rate: float, *, fall: float = 1e-3, rise: float = 0.3) -> float:
 
 
 def test_the_steepest_fall_is_found_where_it_is() -> None:
-    found = judge(rates(), list(map(curve, rates())))
-    assert found.steepest == pytest.approx(1e-3, rel=3)  # the running mean lags by some ten steps, of 1.15 each
-    assert found.steepest is not None
-    assert found.steepest >= 1e-3
-    assert found.smallest < 0.4
-    assert found.diverged == 1.0
+    found = analyze_range(rates(), list(map(curve, rates())))
+    assert found.suggested_lr == pytest.approx(1e-3, rel=3)  # the running mean lags by some ten steps, of 1.15 each
+    assert found.suggested_lr is not None
+    assert found.suggested_lr >= 1e-3
+    assert found.min_loss_lr < 0.4
+    assert found.diverged_lr == 1.0
     assert "Try a learning rate of" in range_verdict(found)
 
 
 def test_a_loss_that_does_not_rise() -> None:
-    found = judge(rates(), [curve(rate, rise=1e9) for rate in rates()])
-    assert found.diverged is None
+    found = analyze_range(rates(), [curve(rate, rise=1e9) for rate in rates()])
+    assert found.diverged_lr is None
     assert "did not rise up to 1" in range_verdict(found)
 
 
 def test_a_loss_that_only_rises() -> None:
-    found = judge(rates(40), [1.0 + 0.1 * index for index in range(40)])
-    assert found.steepest is None
+    found = analyze_range(rates(40), [1.0 + 0.1 * index for index in range(40)])
+    assert found.suggested_lr is None
     assert "never fell" in range_verdict(found)
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     losses = [*map(curve, rates()[:80]), math.nan]
-    found = judge(rates()[:81], losses)
-    assert found.steepest is not None
-    assert found.diverged == rates()[80]
+    found = analyze_range(rates()[:81], losses)
+    assert found.suggested_lr is not None
+    assert found.diverged_lr == rates()[80]
     write_range_page(tmp_path / "report.html", found)
 
 

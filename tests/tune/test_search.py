@@ -36,7 +36,8 @@ def searched(study: Study, *, metric: str = "eval/loss", seconds: float = 0.0, *
         metric=metric,
         budget=options.get("budget", Budget()),
         slots=options.get("slots", [Slot()]),
-        tell=lambda trial, end, outcome, value: None if outcome is None else ends.append(outcome),
+        on_start=lambda trial: None,
+        on_end=lambda trial, outcome, value, reason: ends.append(outcome),
     ).run()
     return ends
 
@@ -63,9 +64,9 @@ def test_a_trial_without_the_metric_of_others_has_failed(tmp_path: Path) -> None
 
 def test_running_trials_of_others_count_for_a_budget(tmp_path: Path) -> None:
     other, study = opened(tmp_path), opened(tmp_path)
-    trial = other.begin(None)
+    trial = other.take_trial(None)
     assert trial is not None
-    other.ran(trial, 30.0, ranks=4)
+    other.add_time(trial, 30.0, ranks=4)
     assert searched(study, budget=Budget(device_s=120.0)) == []
     assert [record.device_s for record in study.records()] == [120.0]
     assert searched(study, budget=Budget(device_s=121.0)) == ["done"]
@@ -76,13 +77,13 @@ def test_the_time_of_a_running_trial_is_in_the_journal(tmp_path: Path, monkeypat
     monkeypatch.setattr(search, "_RECORD_S", 0.05)
     study = opened(tmp_path)
     times: list[float] = []
-    ran = study.ran
+    add_time = study.add_time
 
     def record(*given: Any, **options: Any) -> None:
-        ran(*given, **options)
+        add_time(*given, **options)
         times.append(opened(tmp_path).records()[0].device_s)  # as another process sees it
 
-    monkeypatch.setattr(study, "ran", record)
+    monkeypatch.setattr(study, "add_time", record)
     assert searched(study, seconds=0.5, slots=[Slot(num_processes=3)], budget=Budget(trials=1)) == ["done"]
     assert len(times) > 3
     assert times == sorted(times)

@@ -26,7 +26,7 @@ def study(folder: Path, *space: str, **options: Any) -> Study:
 
 
 def begun(search: Study, limit: int | None = None) -> Trial:
-    trial = search.begin(limit)
+    trial = search.take_trial(limit)
     assert trial is not None
     return trial
 
@@ -39,8 +39,8 @@ def test_a_trial_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
     search = study(tmp_path)
     trial = begun(search)
     search.report(trial, [(1, 4.0), (2, 3.0), (2, 2.5), (3, math.nan)])
-    search.ran(trial, 2.0, ranks=2)
-    search.ran(trial, 1.5, ranks=2)
+    search.add_time(trial, 2.0, ranks=2)
+    search.add_time(trial, 1.5, ranks=2)
     search.finish(trial, "done", 2.5)
     (record,) = study(tmp_path).records()
     assert (record.outcome, record.value, record.took_s, record.device_s) == ("done", 2.5, 3.5, 7.0)
@@ -70,10 +70,10 @@ def test_a_trial_that_nobody_makes_is_taken_up(tmp_path: Path) -> None:
     trial, other = begun(first), begun(second)
     assert (trial.number, other.number) == (0, 1)
     first.report(trial, [(5, 1.0)])
-    first.leave(trial)
+    first.release(trial)
     again = begun(second, 2)
     assert (again.number, again.settings, again.reported) == (0, trial.settings, {5})
-    assert second.begin(2) is None
+    assert second.take_trial(2) is None
     second.finish(again, "done", 1.0)
     assert sorted(path.name for path in (tmp_path / "trials").iterdir()) == [".0001.lock"]
 
@@ -127,13 +127,13 @@ def test_a_kill_while_a_trial_begins(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(backends.JournalFileBackend, "append_logs", append)
             try:
-                search.leave(begun(search))
+                search.release(begun(search))
                 is_killed = False
             except KeyboardInterrupt:
                 pass
         later = study(folder, "a=1..2", "b=x,y", sampler=sampler)
         trials = [begun(later, 4) for _ in range(4)]
-        assert later.begin(4) is None
+        assert later.take_trial(4) is None
         assert [trial.number for trial in trials] == [0, 1, 2, 3]
         assert all(list(trial.settings) == ["a", "b"] for trial in trials)
         if sampler == "grid":
@@ -147,7 +147,7 @@ def test_a_grid_is_tried_whole_and_once(tmp_path: Path) -> None:
     first = study(tmp_path, "a=1..2", "b=x,y", sampler="grid")
     second = study(tmp_path, "a=1..2", "b=x,y", sampler="grid")
     trials = [begun(first), begun(second), begun(first), begun(second)]
-    assert first.begin(None) is second.begin(None) is None
+    assert first.take_trial(None) is second.take_trial(None) is None
     assert [tuple(trial.settings.values()) for trial in trials] == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
 
 
@@ -202,10 +202,10 @@ def test_halving_ends_all_but_the_best(tmp_path: Path) -> None:
     assert (record.outcome, record.to_json()["last_step"], record.value) == ("pruned", 4, 9.0)
 
 
-def make_trials(folder: str, count: int, meeting: Any) -> None:
+def run_trials(folder: str, count: int, meeting: Any) -> None:
     search = study(Path(folder), sampler="random")
     meeting.wait()
-    while (trial := search.begin(count)) is not None:
+    while (trial := search.take_trial(count)) is not None:
         search.report(trial, [(1, 2.0)])
         search.finish(trial, "done", bowl(trial.settings["lr"]))
 
@@ -213,7 +213,7 @@ def make_trials(folder: str, count: int, meeting: Any) -> None:
 def test_processes_share_a_journal(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     meeting = spawn.Barrier(2)
-    processes = [spawn.Process(target=make_trials, args=(str(tmp_path), 30, meeting)) for _ in range(2)]
+    processes = [spawn.Process(target=run_trials, args=(str(tmp_path), 30, meeting)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

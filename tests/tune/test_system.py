@@ -64,7 +64,7 @@ def trainings(seconds_of: Callable[[Mapping[str, Any]], float], noise: float = 0
 
 def swept(train: Callable[..., Any], *candidates: Candidate, pairs: int = 3) -> tuple[Any, list[Comparison]]:
     told: list[Comparison] = []
-    return sweep(train, candidates, pairs=pairs, tell=told.append), told
+    return sweep(train, candidates, pairs=pairs, on_comparison=told.append), told
 
 
 def test_what_is_faster_is_kept_and_the_next_is_beside_it() -> None:
@@ -124,7 +124,7 @@ def test_the_overlay_and_the_page(tmp_path: Path) -> None:
 
 
 def recorded(found: Sweep) -> SweepRecord:
-    return SweepRecord(identity={"steps": 30}, rank_batch=(4, 2), comparisons=list(found.comparisons))
+    return SweepRecord(identity={"steps": 30}, micro_batch=4, accumulation=2, comparisons=list(found.comparisons))
 
 
 def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
             time *= faster[name]
         return time
 
-    whole = sweep(trainings(seconds), candidates, pairs=2, tell=lambda comparison: None)
+    whole = sweep(trainings(seconds), candidates, pairs=2, on_comparison=lambda comparison: None)
     assert whole.kept == {"a": 2, "b": True}
     record = read_record(tmp_path, {"steps": 30})
     numbers = itertools.count(1)
     made: list[str] = []
 
-    def tell(comparison: Comparison) -> None:
+    def on_comparison(comparison: Comparison) -> None:
         made.append(comparison.name)
         record.comparisons.append(comparison)
         write_sweep(tmp_path, "", record, {})
@@ -158,7 +158,7 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
     while True:
         record = read_record(tmp_path, {"steps": 30})
         try:
-            found = sweep(train, candidates, pairs=2, tell=tell, made=tuple(record.comparisons))
+            found = sweep(train, candidates, pairs=2, on_comparison=on_comparison, made=tuple(record.comparisons))
         except KeyboardInterrupt:
             num_interrupts += 1
             continue
@@ -173,7 +173,8 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
 def test_a_record_of_another_sweep(tmp_path: Path) -> None:
     found, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
     write_sweep(tmp_path, "", recorded(found), {})
-    assert read_record(tmp_path, {"steps": 30}).rank_batch == (4, 2)
+    record = read_record(tmp_path, {"steps": 30})
+    assert (record.micro_batch, record.accumulation) == (4, 2)
     with pytest.raises(ConfigError, match=r"steps 31 for the sweep in .*, which began with 30"):
         read_record(tmp_path, {"steps": 31})
     with pytest.raises(ConfigError, match=r"optim\.lr 0\.1 for the sweep in .*, which began with None"):
@@ -186,10 +187,10 @@ def test_a_record_of_another_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank_batch", "sizes"), [((4, 2), [8, 2]), ((4, 1), [2]), ((1, 4), [2]), ((1, 1), []), ((3, 4), [6, 1])]
+    ("micro_batch", "accumulation", "sizes"), [(4, 2, [8, 2]), (4, 1, [2]), (1, 4, [2]), (1, 1, []), (3, 4, [6, 1])]
 )
-def test_micro_batches_divide_the_samples_of_a_rank(rank_batch: tuple[int, int], sizes: list[int]) -> None:
-    assert [each.value for each in micro_batch_candidates(rank_batch)] == sizes
+def test_micro_batches_divide_the_samples_of_a_rank(micro_batch: int, accumulation: int, sizes: list[int]) -> None:
+    assert [each.value for each in micro_batch_candidates(micro_batch, accumulation)] == sizes
 
 
 def test_what_is_tried_is_not_what_is_set() -> None:

@@ -13,7 +13,7 @@ import pytest
 from unisono.errors import ConfigError
 from unisono.tune.best import write_best
 from unisono.tune.coordinates import CoordinateCheck, read_coordinates, write_coordinates
-from unisono.tune.lr_range import judge, write_range_page
+from unisono.tune.lr_range import analyze_range, write_range_page
 from unisono.tune.search_page import write_search_page
 from unisono.tune.space import read_space
 from unisono.tune.study import StudyOptions, TrialRecord
@@ -112,10 +112,16 @@ def test_pages_say_both_widths(tmp_path: Path, slope: float, words: str) -> None
     assert transfer.holds == (slope == 0.0)
     records = [record(tmp_path)]
     write_search_page(
-        tmp_path / "search.html", read_space(["optim.lr=log:1e-4..1e-2"]), StudyOptions(), records, {}, transfer
+        tmp_path / "search.html",
+        read_space(["optim.lr=log:1e-4..1e-2"]),
+        StudyOptions(),
+        records,
+        records[0],
+        {},
+        transfer,
     )
     rates = [1e-6 * 1.2**step for step in range(30)]
-    write_range_page(tmp_path / "range.html", judge(rates, [3.0 - 0.01 * step for step in range(30)]), transfer)
+    write_range_page(tmp_path / "range.html", analyze_range(rates, [3.0 - 0.01 * step for step in range(30)]), transfer)
     for name in ("search.html", "range.html"):
         page = (tmp_path / name).read_text()
         assert words in page

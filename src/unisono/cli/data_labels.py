@@ -40,7 +40,7 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 )
 @click.option("--whole-rows", is_flag=True, help="Compare rows without their label: for tables without a text.")
 @click.option(
-    "--most",
+    "--max-shown",
     type=click.IntRange(min=1),
     default=200,
     show_default=True,
@@ -55,7 +55,7 @@ def find_labels(
     out: Path,
     losses: Path | None,
     whole_rows: bool,
-    most: int,
+    max_shown: int,
     on_error: str,
     column: str | None,
     as_json: bool,
@@ -91,7 +91,7 @@ def find_labels(
             column=column,
             whole_rows=whole_rows,
             skips_unreadable=on_error == "skip",
-            most=most,
+            most=max_shown,
             workers=options["workers"],
             progress=progress,
         )

@@ -96,7 +96,7 @@ def compares(function: F) -> F:
             type=click.IntRange(min=0),
             default=0,
             show_default=True,
-            help="Of the signatures, and of what split draws.",
+            help="Seed of the MinHash signatures and, for data split, of the assignment.",
         ),
         click.option(
             "--num-perm",

@@ -14,7 +14,7 @@ from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
 from unisono.cli.tune_system import system
 from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
-from unisono.cli.tune_trials import check_searched, identity_of, make_trials, require_new
+from unisono.cli.tune_trials import check_searched, identity_of, require_new, run_trials
 from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
@@ -75,10 +75,10 @@ command.add_command(system)
 @click.option(
     "--max-device-s",
     type=FiniteRange(min=0, min_open=True),
-    help="No trial begins once all have used so many seconds times processes.",
+    help="No trial begins once all have used so many device-seconds (processes x seconds).",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampler.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
 @takes_transfer
 @every_verb
 def params(
@@ -103,7 +103,9 @@ def params(
     if options["sampler"] == "grid":
         grid_size(searched)
     files = [os.path.abspath(path) for path in config]
-    resolved = check_searched(files, overrides, {name: parameter.ends() for name, parameter in searched.items()}, out)
+    resolved = check_searched(
+        files, overrides, {name: parameter.checked_values() for name, parameter in searched.items()}, out
+    )
     settings, identity = list(overrides), identity_of(resolved)
     none = out.absolute() / "trials" / "none"
     transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], none)
@@ -123,7 +125,7 @@ def params(
         if transfer is not None:
             transfer = with_check(transfer, out, files, overrides, as_json=as_json)
         if transfer is None or transfer.holds:
-            make_trials(
+            run_trials(
                 study,
                 out,
                 resolved,
@@ -206,15 +208,15 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
             folder.absolute() / "run",
             [*files, *trust, *(f"--set={text}" for text in texts)],
             steps=steps,
-            tell=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
+            on_step=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
         )
     write_range_page(folder / "report.html", found, transfer)
     lines, base = [range_verdict(found)], ""
     if transfer is not None:
         lines.append(transfer.verdict())
         base = f" --set model.mup_base_dim={transfer.proxy_width}"
-    if found.steepest is not None:
-        lines.append(f"unisono train … --set optim.lr={found.steepest:.2g}{base}")
+    if found.suggested_lr is not None:
+        lines.append(f"unisono train … --set optim.lr={found.suggested_lr:.2g}{base}")
     lines.append(f"report: {folder / 'report.html'}")
     print_result(as_json, {**result, "report": str(folder / "report.html"), **found.to_json()}, lines)
 
@@ -222,9 +224,15 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
 @command.command("batch")
 @takes_config
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder for the page; a new one.")
-@click.option("--most", default=1024, show_default=True, type=click.IntRange(min=1), help="Largest micro-batch to try.")
+@click.option(
+    "--max-micro-batch",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Largest micro-batch to try.",
+)
 @every_verb
-def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: int, as_json: bool) -> None:
+def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_micro_batch: int, as_json: bool) -> None:
     """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
 
     Doubles the micro-batch until it does not fit, then bisects. A running job is not touched.
@@ -255,7 +263,7 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
         share = resolved.value.plan.global_batch // data_ranks(folder / "trials" / "1")
         found = find_largest(
             lambda size: first if size == 1 else try_size(size),
-            most=most,
+            max_micro_batch=max_micro_batch,
             share=max(1, share),
             on_host=count_accelerators() == 0,
         )
@@ -291,7 +299,7 @@ def _write(
 
     records, best = study.records(), study.best()
     importances = study.importances()
-    write_search_page(out / REPORT_FILE, space, chosen, records, importances, transfer)
+    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer)
     lines = [verdict(chosen, best)]
     if transfer is not None:
         lines.append(transfer.verdict())

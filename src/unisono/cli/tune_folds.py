@@ -12,7 +12,7 @@ import click
 from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
-from unisono.cli.tune_trials import check_searched, identity_of, make_trials
+from unisono.cli.tune_trials import check_searched, identity_of, run_trials
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
 
@@ -57,7 +57,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     folder, num_folds = Path(out), int(options["folds"])
     refuse_inside_a_job(folder)
     files, space = [os.path.abspath(path) for path in config], folds_space(num_folds)
-    ends = {name: parameter.ends() for name, parameter in space.items()}
+    checked = {name: parameter.checked_values() for name, parameter in space.items()}
     if any(text.partition("=")[0].strip() in ("data.eval_frac", "data.eval") for text in overrides):
         raise ConfigError(
             given="--set data.eval_frac or data.eval with tune folds",
@@ -67,7 +67,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         )
     split = _split_setting(files, overrides, options["group"], folder)
     settings = [*overrides, *fold_settings(num_folds), *split]
-    resolved = check_searched(files, settings, ends, folder)
+    resolved = check_searched(files, settings, checked, folder)
     _refuse_token_shards(resolved.value)
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
     study = Study(folder.absolute(), space, chosen, identity_of(resolved))
@@ -79,7 +79,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         return found, records
 
     try:
-        make_trials(
+        run_trials(
             study,
             folder,
             resolved,
@@ -99,7 +99,12 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     if options["sample_losses"]:
         trust = ["--trust-python"] if is_python_trusted() else []
         with sigterm_interrupts():
-            losses = write_fold_losses(folder, records, trust, lambda line: None if as_json else echo(line))
+            losses = write_fold_losses(
+                folder,
+                records,
+                trust,
+                on_fold=lambda fold: None if as_json else echo(f"losses of the samples of fold {fold}"),
+            )
         result["losses"] = str(folder / LOSSES_FILE)
         lines.append(
             f"losses of {len(losses.sample):,} of {losses.about.num_samples:,} samples: {folder / LOSSES_FILE}"

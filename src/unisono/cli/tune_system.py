@@ -94,22 +94,29 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
             run_dir = trainings / str(next(numbers))
             arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
             outcome = train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
-            record.rank_batch = record.rank_batch or outcome.rank_batch()  # the first training has no changes
+            if record.micro_batch is None:  # the first training has no changes
+                record.micro_batch, record.accumulation = outcome.micro_batch(), outcome.accumulation()
             return outcome
 
         def candidates() -> Iterator[Candidate]:
             yield from first
-            if not options["tries"] and record.rank_batch is not None:
-                yield from micro_batch_candidates(record.rank_batch)
+            if not options["tries"] and record.micro_batch is not None and record.accumulation is not None:
+                yield from micro_batch_candidates(record.micro_batch, record.accumulation)
 
-        def tell(comparison: Comparison) -> None:
+        def on_comparison(comparison: Comparison) -> None:
             record.comparisons.append(comparison)
             write_sweep(folder, base, record, own)
             if not as_json:
                 echo(printable(f"{comparison.name}={comparison.value}: {comparison.words}"))
 
         with resumable(Path(out)):
-            sweep(train, candidates(), pairs=options["pairs"], tell=tell, made=tuple(record.comparisons))
+            sweep(
+                train,
+                candidates(),
+                pairs=options["pairs"],
+                on_comparison=on_comparison,
+                made=tuple(record.comparisons),
+            )
         overlay = write_sweep(folder, base, record, own)
     finally:
         shutil.rmtree(trainings, ignore_errors=True)

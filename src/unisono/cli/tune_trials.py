@@ -1,4 +1,4 @@
-"""Trials of ``unisono tune``: checked before they begin, and made, with a line for each."""
+"""Trials of ``unisono tune``: checked before they begin, and run, with a line for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from unisono.train.config import RunConfig
     from unisono.tune.search import Budget
     from unisono.tune.study import Outcome, Study, Trial
-    from unisono.tune.trial_run import RunEnd
 
 
 def require_new(path: Path, out: str) -> None:
@@ -31,7 +30,7 @@ def require_new(path: Path, out: str) -> None:
         )
 
 
-def make_trials(
+def run_trials(
     study: Study,
     out: Path,
     resolved: Resolved[RunConfig],
@@ -44,7 +43,7 @@ def make_trials(
     write: Callable[[], object],
     as_json: bool,
 ) -> None:
-    """Make the trials of a study.
+    """Run the trials of a study.
 
     Args:
         study: Where they come from.
@@ -63,10 +62,9 @@ def make_trials(
 
     printed = _Printed(metric=metric, as_json=as_json)
 
-    def tell(trial: Trial, end: RunEnd | None, outcome: Outcome | None, value: float | None) -> None:
-        printed.tell(trial, end, outcome, value)
-        if end is not None:
-            write()
+    def on_end(trial: Trial, outcome: Outcome, value: float | None, reason: str) -> None:
+        printed.on_end(trial, outcome, value, reason)
+        write()
 
     launch = resolved.value.launch
     trust = ["--trust-python"] if is_python_trusted() else []
@@ -75,31 +73,33 @@ def make_trials(
         arguments=[*files, *trust, *(f"--set={text}" for text in overrides)],
         metric=metric,
         budget=budget,
-        slots=divide_into_slots(parallel, launch.num_processes, sets_threads=launch.num_threads != 0),
-        tell=tell,
+        slots=divide_into_slots(parallel, launch.num_processes, has_num_threads=launch.num_threads != 0),
+        on_start=printed.on_start,
+        on_end=on_end,
     )
     with resumable(out):
         search.run()
 
 
 def check_searched(
-    files: Sequence[str], overrides: Sequence[str], ends: Mapping[str, Sequence[str]], out: Path
+    files: Sequence[str], overrides: Sequence[str], checked: Mapping[str, Sequence[str]], out: Path
 ) -> Resolved[RunConfig]:
-    """The configuration without the settings that are searched; each of those is tried at the ends of its range.
+    """The configuration without the settings that are searched; ``checked`` has values with which each
+    of those is tried.
 
     Raises:
         ConfigError: A value is none of its setting, or a setting is given too.
     """
     given = {text.partition("=")[0].strip() for text in overrides}
     for name in ("run.dir", "run.resume"):
-        if name in ends or name in given:
+        if name in checked or name in given:
             raise ConfigError(
                 given=name,
                 rule="each trial is a run of its own, in a folder of the search",
                 consequence="nothing was started",
                 nearest="leave it out; --out is the folder of the search",
             )
-    if both := sorted(given & set(ends)):
+    if both := sorted(given & set(checked)):
         raise ConfigError(
             given=f"--set {both[0]} with --space {both[0]}",
             rule="a setting has one value, or is searched",
@@ -107,7 +107,7 @@ def check_searched(
             nearest="one of them",
         )
     folder = f"run.dir={out.absolute() / 'trials' / 'none'}"  # the configuration of a run that is there would be read
-    for name, values in ends.items():
+    for name, values in checked.items():
         for value in values:
             load_run_config(files, [*overrides, folder, f"{name}={value}"], is_shown=True)
     return load_run_config(files, [*overrides, folder], is_shown=True)
@@ -115,7 +115,7 @@ def check_searched(
 
 def identity_of(resolved: Resolved[RunConfig]) -> dict[str, Any]:
     """What the trials of a search have in common."""
-    code = {} if resolved.python is None else {"the Python file": resolved.python.digest}
+    code = {} if resolved.python is None else {"python_file": resolved.python.digest}
     return {name: value for name, value in resolved.encoded.items() if name != "run.dir"} | code
 
 
@@ -125,15 +125,17 @@ class _Printed:
     def __init__(self, *, metric: str, as_json: bool) -> None:
         self._metric, self._as_json = metric, as_json
 
-    def tell(self, trial: Trial, end: RunEnd | None, outcome: Outcome | None, value: float | None) -> None:
-        if self._as_json:
-            return
+    def on_start(self, trial: Trial) -> None:
         settings = " ".join(f"{name}={text}" for name, text in trial.settings.items())
-        if end is None or outcome is None:
-            echo(printable(f"trial {trial.number}: {settings}"))
-            return
+        self._print(f"trial {trial.number}: {settings}")
+
+    def on_end(self, trial: Trial, outcome: Outcome, value: float | None, reason: str) -> None:
         figure = "" if value is None else f"{self._metric} {value:.6g}"
         words = outcome.replace("_", " ")
-        why = end.reason.partition("\n")[0]
+        why = reason.partition("\n")[0]
         shown = [figure if outcome == "done" else f"{words}{f', {figure}' if figure else ''}", why]
-        echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))
+        self._print(f"trial {trial.number}: {'; '.join(filter(None, shown))}")
+
+    def _print(self, line: str) -> None:
+        if not self._as_json:
+            echo(printable(line))

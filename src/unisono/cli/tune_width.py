@@ -1,4 +1,4 @@
-"""``unisono tune coordinates``: whether the first steps of a model change its activations alike at all widths."""
+"""``unisono tune coord-check``: whether the first steps of a model change its activations alike at all widths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.errors import ConfigError
 from unisono.storage.directory import make_folder
 
 
-@click.command("coordinates")
+@click.command("coord-check")
 @takes_config
 @click.option(
     "--out", required=True, type=click.Path(file_okay=False), help="Folder for report.html and report.json; a new one."
@@ -115,7 +115,7 @@ def coordinates(
     write_coordinates(folder, found)
     lines = [found.verdict(), f"report: {Path(out) / 'report.html'}"]
     if not found.is_flat and not found.base_dim:
-        lines.insert(1, f"unisono tune coordinates … --set model.mup_base_dim={chosen[0]}")
+        lines.insert(1, f"unisono tune coord-check … --set model.mup_base_dim={chosen[0]}")
     result: dict[str, Any] = {"out": out, "report": str(folder / "report.html"), **found.to_json()}
     print_result(as_json, result, lines)
     raise SystemExit(0 if found.is_flat else 1)
@@ -138,7 +138,7 @@ def _read_widths(text: str) -> list[int]:
     if len(widths) != len(parts) or len(widths) < FEWEST_WIDTHS or widths[0] < 1:
         raise ConfigError(
             given=f"--widths {text}",
-            rule=f"a slope is told from {FEWEST_WIDTHS} or more different whole numbers",
+            rule=f"a slope is estimated from {FEWEST_WIDTHS} or more different whole numbers",
             consequence="nothing was started",
             nearest="--widths 64,128,256",
         )

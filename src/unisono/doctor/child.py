@@ -71,10 +71,13 @@ class TrainOutcome:
         """Samples of a step, by the plan of the run; None where it has none."""
         return self._batch_number("global_batch")
 
-    def rank_batch(self) -> tuple[int, int] | None:
-        """Samples of a forward pass of a rank, and forward passes of a step, by the plan of the run; None where it has none."""
-        micro_batch, accumulation = self._batch_number("micro_batch"), self._batch_number("accumulation")
-        return None if micro_batch is None or accumulation is None else (micro_batch, accumulation)
+    def micro_batch(self) -> int | None:
+        """Samples of a forward pass of a rank, by the plan of the run; None where it has none."""
+        return self._batch_number("micro_batch")
+
+    def accumulation(self) -> int | None:
+        """Forward passes of a step, by the plan of the run; None where it has none."""
+        return self._batch_number("accumulation")
 
     def _batch_number(self, name: str) -> int | None:
         with suppress(OSError, ValueError):

@@ -67,29 +67,29 @@ class LargestBatch:
     Attributes:
         probes: What was tried, in that order.
         largest: The largest micro-batch that fits.
-        is_bounded: Whether a larger one does not fit; else the search ended at the largest that it may try.
+        hit_memory_limit: Whether a larger one does not fit; else the search ended at the largest that it may try.
         proposed: The largest micro-batch that divides a data rank's share of the global batch, and fits.
         fastest: The one with most samples a second.
     """
 
     probes: Sequence[Probe]
     largest: int
-    is_bounded: bool
+    hit_memory_limit: bool
     proposed: int
     fastest: int | None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
-        rest = {name: getattr(self, name) for name in ("largest", "is_bounded", "proposed", "fastest")}
+        rest = {name: getattr(self, name) for name in ("largest", "hit_memory_limit", "proposed", "fastest")}
         return {**rest, "probes": [probe.to_json() for probe in self.probes]}
 
 
-def find_largest(try_size: Callable[[int], Probe], *, most: int, share: int, on_host: bool) -> LargestBatch:
+def find_largest(try_size: Callable[[int], Probe], *, max_micro_batch: int, share: int, on_host: bool) -> LargestBatch:
     """Double the micro-batch until one does not fit, then bisect.
 
     Args:
-        try_size: Makes a short training with a micro-batch.
-        most: The largest one to try.
+        try_size: Runs a short training with a micro-batch.
+        max_micro_batch: The largest one to try.
         share: Samples of a step that each data rank has: the proposed micro-batch divides it.
         on_host: Whether memory is the host's, so that no size is tried that will not fit.
 
@@ -97,9 +97,9 @@ def find_largest(try_size: Callable[[int], Probe], *, most: int, share: int, on_
         ConfigError: A micro-batch of one sample does not train.
     """
     probes: list[Probe] = []
-    low, high = 0, most + 1
+    low, high = 0, max_micro_batch + 1
     size = 1
-    while low < most and high > most:
+    while low < max_micro_batch < high:
         if on_host and _expected_bytes(probes, size) > _room(probes):
             high = size
             break
@@ -107,7 +107,7 @@ def find_largest(try_size: Callable[[int], Probe], *, most: int, share: int, on_
         if not probes[-1].fits:
             high = size
             break
-        low, size = size, min(2 * size, most)
+        low, size = size, min(2 * size, max_micro_batch)
     if not low:
         raise ConfigError(
             given=f"a micro-batch of one sample: {probes[-1].reason}",
@@ -115,8 +115,8 @@ def find_largest(try_size: Callable[[int], Probe], *, most: int, share: int, on_
             consequence="nothing was found",
             nearest="plan.recompute, plan.dp_shard or a smaller model; or see the error",
         )
-    is_bounded = high <= most
-    while is_bounded and high - low > max(1, low // _RESOLUTION):
+    hit_memory_limit = high <= max_micro_batch
+    while hit_memory_limit and high - low > max(1, low // _RESOLUTION):
         middle = (low + high) // 2
         if on_host and _expected_bytes(probes, middle) > _room(probes):
             high = middle
@@ -128,7 +128,7 @@ def find_largest(try_size: Callable[[int], Probe], *, most: int, share: int, on_
     return LargestBatch(
         probes=probes,
         largest=low,
-        is_bounded=is_bounded,
+        hit_memory_limit=hit_memory_limit,
         proposed=max(size for size in range(1, min(low, share) + 1) if share % size == 0),
         fastest=max(timed, key=lambda probe: probe.samples_per_s or 0.0).micro_batch if timed else None,
     )
@@ -151,7 +151,7 @@ def _room(probes: Sequence[Probe]) -> float:
 def probe_size(
     folder: Path, arguments: Sequence[str], micro_batch: int, ranks: int, *, settings: Mapping[str, Any]
 ) -> Probe:
-    """Make a short training with a micro-batch, in ``folder``.
+    """Run a short training with a micro-batch, in ``folder``.
 
     Args:
         folder: A new folder of this probe.
@@ -177,7 +177,7 @@ def probe_size(
             given=f"a training with plan.micro_batch={micro_batch}: {outcome.trouble}",
             rule="a micro-batch either trains or runs out of memory",
             consequence="the search ended",
-            nearest="see the error; --most gives the largest micro-batch to try",
+            nearest="see the error; --max-micro-batch gives the largest one to try",
         )
     peak_bytes, limit_bytes = _memory(folder)
     samples, step_s = outcome.samples(), outcome.step_s()
@@ -263,8 +263,10 @@ def write_batch_page(path: Path, found: LargestBatch) -> None:
 
 def batch_verdict(found: LargestBatch) -> str:
     """What was found, in a sentence or two."""
-    at = "the largest micro-batch that fits is" if found.is_bounded else "the largest micro-batch that was tried fits:"
-    text = f"{at[0].upper()}{at[1:]} {found.largest}."
+    if found.hit_memory_limit:
+        text = f"The largest micro-batch that fits is {found.largest}."
+    else:
+        text = f"The largest micro-batch that was tried fits: {found.largest}."
     if found.fastest is not None and found.fastest != found.largest:
         text += f" Most samples a second: {found.fastest}."
     return text

@@ -169,7 +169,7 @@ def read_coordinates(folder: Path) -> CoordinateCheck:
     except (ValueError, OSError) as error:
         raise ConfigError(
             given=f"{path}, which is no report of a coordinate check: {error}",
-            rule="unisono tune coordinates writes it",
+            rule="unisono tune coord-check writes it",
             consequence="nothing was started",
             nearest="remove it, and the check is made again",
         ) from error

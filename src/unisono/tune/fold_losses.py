@@ -18,7 +18,7 @@ _FOLDS_FOLDER: Final = "losses"
 
 
 def write_fold_losses(
-    folder: Path, records: Sequence[TrialRecord], trust: Sequence[str], tell: Callable[[str], None]
+    folder: Path, records: Sequence[TrialRecord], trust: Sequence[str], on_fold: Callable[[int], None]
 ) -> SampleLosses:
     """Evaluate each training that ended on the samples that it held out, and write their losses into one file of ``folder``.
 
@@ -28,7 +28,7 @@ def write_fold_losses(
         folder: Of the cross-validation.
         records: Its trainings. The samples that failed ones held out have no loss.
         trust: Arguments by which ``unisono eval`` runs the Python file of a configuration.
-        tell: Called with a line for each evaluation.
+        on_fold: Called with the number of each fold whose evaluation begins.
 
     Returns:
         The losses.
@@ -45,7 +45,7 @@ def write_fold_losses(
         fold = int(record.settings[FOLD])
         path = folder / _FOLDS_FOLDER / f"fold-{fold:04}.safetensors"
         if not path.exists():
-            tell(f"losses of the samples of fold {fold}")
+            on_fold(fold)
             _evaluate(record.run_dir, path, trust)
         folds.append(read_losses(path))
     if not folds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ _SMOOTHING: Final = 0.9  # weight of the past in the running mean of the loss
 _DIVERGED: Final = (
     2.0  # the test ends where the loss is this many times as far above its smallest value as the first one was
 )
-_FEWEST: Final = 10  # steps that a slope is told from
+_FEWEST: Final = 10  # steps that a slope is estimated from
 _EDGE_FRAC: Final = 0.1  # of the steps at both ends: a running mean has not begun there, or diverges
 
 
@@ -34,26 +34,24 @@ class RangeTest:
     """What a range test saw.
 
     Attributes:
-        rates: Learning rate of each step.
+        lrs: Learning rate of each step.
         losses: Loss of each step.
         smoothed: Running mean of the losses, without the bias of its start.
-        steepest: The rate at which the smoothed loss fell fastest for a change of the rate's logarithm; None if it never fell.
-        smallest: The rate with the smallest smoothed loss.
-        diverged: The rate at which the test ended because the loss rose; None if it did not.
+        suggested_lr: The rate at which the smoothed loss fell fastest against the rate's logarithm; None if it never fell.
+        min_loss_lr: The rate with the smallest smoothed loss.
+        diverged_lr: The rate at which the test ended because the loss rose; None if it did not.
     """
 
-    rates: Sequence[float]
+    lrs: Sequence[float]
     losses: Sequence[float]
     smoothed: Sequence[float]
-    steepest: float | None
-    smallest: float
-    diverged: float | None
+    suggested_lr: float | None
+    min_loss_lr: float
+    diverged_lr: float | None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
-        return {
-            name: getattr(self, name) for name in ("steepest", "smallest", "diverged", "rates", "losses", "smoothed")
-        }
+        return asdict(self)
 
 
 def range_settings(low: float, high: float, steps: int, schedule_defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,18 +74,18 @@ def range_settings(low: float, high: float, steps: int, schedule_defaults: Mappi
 
 
 def run_range_test(
-    run_dir: Path, arguments: Sequence[str], *, steps: int, tell: Callable[[float, float], None]
+    run_dir: Path, arguments: Sequence[str], *, steps: int, on_step: Callable[[float, float], None]
 ) -> RangeTest:
-    """Make the training that ``arguments`` describe, and end it once its loss rises.
+    """Run the training that ``arguments`` describe, and end it once its loss rises.
 
     Args:
         run_dir: Its folder.
         arguments: Of ``unisono train``, with the settings of ``range_settings``.
         steps: Its number of steps.
-        tell: Called with the rate and the loss of each step.
+        on_step: Called with the rate and the loss of each step.
 
     Raises:
-        ConfigError: It failed, or ended before a slope can be told.
+        ConfigError: It failed, or ended before a slope can be estimated.
     """
     points: dict[int, tuple[float, float]] = {}
     reason, ended = "", False
@@ -98,7 +96,7 @@ def run_range_test(
                 end = run.poll()
                 for step, loss, rate in run.pairs():
                     points[step] = (rate, loss)
-                    tell(rate, loss)
+                    on_step(rate, loss)
                 ended = end is not None or _rises([loss for _, loss in points.values()])
                 reason = end.reason if end is not None and end.kind != "diverged" else ""
                 time.sleep(_POLL_S)
@@ -108,34 +106,34 @@ def run_range_test(
     if len(found) < min(_FEWEST, steps):
         raise ConfigError(
             given=f"a range test that ended after {len(found)} of {steps} steps{f': {reason}' if reason else ''}",
-            rule=f"a slope is told from {_FEWEST} steps or more",
+            rule=f"a slope is estimated from {_FEWEST} steps or more",
             consequence="no learning rate is proposed",
             nearest="a smaller --low where the loss rose at once; else see what unisono train says of this configuration",
         )
-    return judge([rate for rate, _ in found], [loss for _, loss in found])
+    return analyze_range([rate for rate, _ in found], [loss for _, loss in found])
 
 
-def judge(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
-    """What follows from the loss at each learning rate, in the order of the steps."""
+def analyze_range(lrs: Sequence[float], losses: Sequence[float]) -> RangeTest:
+    """Find the learning rates to suggest from the loss at each rate, in the order of the steps."""
     smoothed = _smoothed(losses)
     end = len(smoothed) if not _rises(losses) else max(1, len(smoothed) - 1)
     finite = [index for index in range(end) if math.isfinite(smoothed[index])]
     smallest = min(finite, key=lambda index: smoothed[index])
-    edge = max(1, int(_EDGE_FRAC * len(rates)))
+    edge = max(1, int(_EDGE_FRAC * len(lrs)))
     slopes = {
-        index: (smoothed[index + 1] - smoothed[index - 1]) / math.log(rates[index + 1] / rates[index - 1])
-        for index in range(edge, min(smallest, len(rates) - 2) + 1)
+        index: (smoothed[index + 1] - smoothed[index - 1]) / math.log(lrs[index + 1] / lrs[index - 1])
+        for index in range(edge, min(smallest, len(lrs) - 2) + 1)
         if math.isfinite(smoothed[index + 1])
     }
     steepest = min(slopes, key=lambda index: slopes[index], default=None)
     falls = steepest is not None and slopes[steepest] < 0
     return RangeTest(
-        rates=rates,
+        lrs=lrs,
         losses=losses,
         smoothed=smoothed,
-        steepest=rates[steepest] if steepest is not None and falls else None,
-        smallest=rates[smallest],
-        diverged=rates[-1] if _rises(losses) else None,
+        suggested_lr=lrs[steepest] if steepest is not None and falls else None,
+        min_loss_lr=lrs[smallest],
+        diverged_lr=lrs[-1] if _rises(losses) else None,
     )
 
 
@@ -165,30 +163,30 @@ def write_range_page(path: Path, found: RangeTest, transfer: WidthTransfer | Non
 
     With ``transfer`` the result is for a wider model than that of the test.
     """
-    rates = list(found.rates)
+    lrs = list(found.lrs)
     data = [
         {
             "type": "scatter",
             "mode": "markers",
             "name": "loss",
-            "x": rates,
+            "x": lrs,
             "y": list(found.losses),
             "marker": {"color": "#8c959f", "size": 4},
         },
-        {"type": "scatter", "mode": "lines", "name": "running mean", "x": rates, "y": list(found.smoothed)},
+        {"type": "scatter", "mode": "lines", "name": "running mean", "x": lrs, "y": list(found.smoothed)},
     ]
     layout = curve_layout("", "loss", height=420) | {
         "xaxis": {"type": "log", "title": {"text": "learning rate"}, "zeroline": False, "exponentformat": "e"},
         "hovermode": "closest",
     }
-    if found.steepest is not None:
-        at = math.log10(found.steepest)  # axes of logarithms take places in powers of ten
+    if found.suggested_lr is not None:
+        at = math.log10(found.suggested_lr)  # axes of logarithms take places in powers of ten
         line = {
             "type": "line",
             "xref": "x",
             "yref": "paper",
-            "x0": found.steepest,
-            "x1": found.steepest,
+            "x0": found.suggested_lr,
+            "x1": found.suggested_lr,
             "y0": 0,
             "y1": 1,
         }
@@ -196,8 +194,8 @@ def write_range_page(path: Path, found: RangeTest, transfer: WidthTransfer | Non
         layout["annotations"] = [
             {"x": at, "y": 1, "yref": "paper", "text": "steepest", "showarrow": False, "xanchor": "left"}
         ]
-    figures = [Figure("steepest fall", _rate(found.steepest)), Figure("smallest loss", _rate(found.smallest))]
-    figures.append(Figure("loss rose at", _rate(found.diverged)))
+    figures = [Figure("steepest fall", _rate(found.suggested_lr)), Figure("smallest loss", _rate(found.min_loss_lr))]
+    figures.append(Figure("loss rose at", _rate(found.diverged_lr)))
     section = Section(
         title="Loss by learning rate",
         note="One training whose learning rate rises at every step. The running mean lags behind the loss.",
@@ -218,11 +216,11 @@ def write_range_page(path: Path, found: RangeTest, transfer: WidthTransfer | Non
 
 def range_verdict(found: RangeTest) -> str:
     """What to try, in a sentence."""
-    if found.steepest is None:
+    if found.suggested_lr is None:
         return "The loss never fell: begin lower, or look at the data and the model."
-    if found.diverged is None:
-        return f"Try a learning rate of {found.steepest:.2g}; the loss did not rise up to {found.rates[-1]:.2g}."
-    return f"Try a learning rate of {found.steepest:.2g}; from {found.diverged:.2g} on the loss rises."
+    if found.diverged_lr is None:
+        return f"Try a learning rate of {found.suggested_lr:.2g}; the loss did not rise up to {found.lrs[-1]:.2g}."
+    return f"Try a learning rate of {found.suggested_lr:.2g}; from {found.diverged_lr:.2g} on the loss rises."
 
 
 def _rate(rate: float | None) -> str:

@@ -12,7 +12,7 @@ from unisono.launch.workers import Reaper
 from unisono.storage.run_folder import RUN_FILE
 from unisono.tune.slots import Slot
 from unisono.tune.study import Outcome, Study, Trial
-from unisono.tune.trial_run import RunEnd, TrialRun
+from unisono.tune.trial_run import TrialRun
 
 _POLL_S: Final = 0.2
 _RECORD_S: Final = 60.0  # from one record of a running trial's time in the journal to the next
@@ -27,7 +27,7 @@ class Budget:
     Attributes:
         trials: Number of trials in the whole search.
         seconds: Seconds of this process.
-        device_s: Seconds times processes of all trials in the search; those of other processes up to a minute late.
+        device_s: Device-seconds (processes x seconds) of all trials in the search; those of other processes up to a minute late.
     """
 
     trials: int | None = None
@@ -51,7 +51,7 @@ class _Running:
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """Makes the trials of a study.
+    """Runs the trials of a study.
 
     Attributes:
         study: Where trials come from.
@@ -59,7 +59,8 @@ class Search:
         metric: Name of the number that counts.
         budget: When no further trial begins.
         slots: One for each trial that runs at a time.
-        tell: Called with a trial, and with how it ended, its outcome and its value; with None for each when it begins.
+        on_start: Called with each trial that begins.
+        on_end: Called with each trial that ended: its outcome, last value and the reason, which is empty of one that is done.
     """
 
     study: Study
@@ -67,13 +68,14 @@ class Search:
     metric: str
     budget: Budget
     slots: Sequence[Slot]
-    tell: Callable[[Trial, RunEnd | None, Outcome | None, float | None], None]
+    on_start: Callable[[Trial], None]
+    on_end: Callable[[Trial, Outcome, float | None, str], None]
     _running: list[_Running] = field(default_factory=list[_Running])
     _num_results: int = 0
     _num_failures: int = 0
 
     def run(self) -> None:
-        """Make trials until the budget is used up. An interrupt lets those that run save; the same search goes on with them.
+        """Run trials until the budget is used up. An interrupt lets those that run save; the same search goes on with them.
 
         Raises:
             ConfigError: The first trials all failed, or no trial has the metric.
@@ -105,11 +107,11 @@ class Search:
 
     def _begin(self, reaper: Reaper, slot: Slot) -> bool:
         """Start a trial in a slot; whether there was one."""
-        trial = self.study.begin(self.budget.trials)
+        trial = self.study.take_trial(self.budget.trials)
         if trial is None:
             return False
         self._running.append(_Running(trial=trial, slot=slot, run=self._start(reaper, trial, slot)))
-        self.tell(trial, None, None, None)
+        self.on_start(trial)
         return True
 
     def _start(self, reaper: Reaper, trial: Trial, slot: Slot) -> TrialRun:
@@ -127,7 +129,7 @@ class Search:
                 self._record_time(running)
             if self.study.report(trial, run.values()):
                 run.kill()
-                self._end(running, "pruned", RunEnd(kind="done", reason="others were better at the same step"))
+                self._end(running, "pruned", "others were better at the same step")
             return
         if end.kind == "interrupted" and running.starts < _MAX_STARTS:
             self._record_time(running)
@@ -135,7 +137,7 @@ class Search:
             running.recorded_s = 0.0
             return
         self.study.report(trial, run.values())
-        self._end(running, "failed" if end.kind in ("interrupted", "no_metric") else end.kind, end)
+        self._end(running, "failed" if end.kind in ("interrupted", "no_metric") else end.kind, end.reason)
         if end.kind == "no_metric" and all(record.value is None for record in self.study.records()):
             raise ConfigError(
                 given=f"--metric {self.metric}, and trial {trial.number}, which trained without it: {end.reason}",
@@ -146,21 +148,21 @@ class Search:
 
     def _record_time(self, running: _Running) -> None:
         seconds = running.new_s
-        self.study.ran(running.trial, seconds, ranks=running.slot.num_processes)
+        self.study.add_time(running.trial, seconds, ranks=running.slot.num_processes)
         running.recorded_s += seconds
 
-    def _end(self, running: _Running, outcome: Outcome, end: RunEnd) -> None:
+    def _end(self, running: _Running, outcome: Outcome, reason: str) -> None:
         trial, run = running.trial, running.run
         self._running.remove(running)
         value = run.last_value()
         self._record_time(running)
-        self.study.finish(trial, outcome, value, reason=end.reason)
-        self.tell(trial, end, outcome, value)
+        self.study.finish(trial, outcome, value, reason=reason)
+        self.on_end(trial, outcome, value, reason)
         self._num_results += outcome != "failed"
         self._num_failures += outcome == "failed"
         if not self._num_results and self._num_failures >= _MAX_FIRST_FAILURES:
             raise ConfigError(
-                given=f"the first {self._num_failures} trials, which all failed; the last one: {end.reason}",
+                given=f"the first {self._num_failures} trials, which all failed; the last one: {reason}",
                 rule="a search needs trials that train",
                 consequence=f"no further trial began; what they said is in {run.output_path.parent}",
                 nearest="try the configuration alone first: unisono train CONFIG",
@@ -172,5 +174,5 @@ class Search:
         for running in self._running:
             running.run.stop()
             self._record_time(running)
-            self.study.leave(running.trial)
+            self.study.release(running.trial)
         self._running.clear()

@@ -32,6 +32,7 @@ def write_search_page(
     space: Space,
     options: StudyOptions,
     records: Sequence[TrialRecord],
+    best: TrialRecord | None,
     importances: Mapping[str, float],
     transfer: WidthTransfer | None = None,
 ) -> None:
@@ -42,12 +43,11 @@ def write_search_page(
         space: The settings that are searched.
         options: How the search chooses.
         records: Its trials, by number.
+        best: The one with the best value; None if none is done.
         importances: Share of each setting in how the better trials differ from the others.
         transfer: The widths, if the result is for a wider model than that of the trials.
     """
     done = [record for record in records if record.outcome == "done" and record.value is not None]
-    sign = -1.0 if options.maximize else 1.0
-    best = min(done, key=lambda record: (sign * (record.value or 0.0), record.number)) if done else None
     sections = [
         section
         for section in (

@@ -28,11 +28,11 @@ class Slot:
     cpus: Sequence[int] | None = None
 
 
-def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> list[Slot]:
+def divide_into_slots(count: int, num_processes: int, *, has_num_threads: bool) -> list[Slot]:
     """``count`` places for trials of ``num_processes`` processes each (0: one for each device).
 
     On accelerators each place has its own devices. Without, it has its own cores, and ``launch.num_threads`` is set unless the
-    configuration sets it (``sets_threads``): sums depend on the number of threads.
+    configuration sets it (``has_num_threads``): sums depend on the number of threads.
 
     Raises:
         ConfigError: There are fewer devices than places.
@@ -61,7 +61,7 @@ def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> 
             nearest=f"--parallel {len(allowed_cores())}",
         )
     threads = min(max(1, _num_cores(share) // max(1, num_processes)) for share in shares)
-    settings = {} if sets_threads else {"launch.num_threads": str(threads)}
+    settings = {} if has_num_threads else {"launch.num_threads": str(threads)}
     return [Slot(num_processes=max(1, num_processes), settings=settings, cpus=share) for share in shares]
 
 

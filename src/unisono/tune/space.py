@@ -1,6 +1,6 @@
 """The settings that a search varies: ranges and lists of values, from the command line or a TOML file.
 
-    optim.lr=log:1e-4..1e-2      a number, even in its logarithm
+    optim.lr=log:1e-4..1e-2      a number, log-uniform
     model.num_layers=2..8/2      2, 4, 6 or 8
     optim.kind=adamw,lamb        one of these values
 
@@ -41,7 +41,7 @@ class Choice:
         """The same as a specification."""
         return ",".join(self.values)
 
-    def ends(self) -> tuple[str, ...]:
+    def checked_values(self) -> tuple[str, ...]:
         """Values with which a configuration is checked before the search."""
         return self.values
 
@@ -66,7 +66,7 @@ class Range:
         low: The smallest value.
         high: The largest one.
         step: Distance of the values from each other; None for any number between.
-        is_log: Whether values are even in their logarithm.
+        is_log: Whether values are log-uniform.
         is_integer: Whether they are whole numbers.
     """
 
@@ -86,7 +86,7 @@ class Range:
         """A value as ``--set`` takes it, without loss."""
         return str(int(value)) if self.is_integer else repr(float(value))
 
-    def ends(self) -> tuple[str, ...]:
+    def checked_values(self) -> tuple[str, ...]:
         """Values with which a configuration is checked before the search."""
         return self.value_text(self.low), self.value_text(self.high)
 

@@ -1,9 +1,8 @@
 """The trials of a search in an Optuna journal: what to try next, and what came of it.
 
-Several processes may take trials from one journal, also of several hosts with one file system. Each takes its turn with a lock on
-the journal. Who makes a trial holds a lock of that trial, which ends with its process: a trial that is not ended and that nobody
-holds is made on by the next process that asks. A process can be killed between any two lines of the journal: a trial may lack
-settings, which are then chosen as they would have been, or may wait to be begun.
+Several processes and hosts may work on one journal. Each operation holds the journal lock. A running trial holds its own lock,
+which the OS releases when its process dies; the next process resumes such a trial. A kill may leave a trial without some
+settings: they are then sampled as before (``_choose``).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 
 JOURNAL_FILE: Final = "journal.jsonl"
 TRIALS_FOLDER: Final = "trials"
-_TURN_FILE: Final = ".turn.lock"
+_JOURNAL_LOCK_FILE: Final = ".journal.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
 _IDENTITY: Final = "identity"
 _FIXED: Final = "fixed_params"  # where Optuna keeps the values of a trial that was enqueued
-_GIVEN: Final = "from_configuration"
+_FROM_CONFIG: Final = "from_configuration"
 _MIN_TRIALS: Final = 10  # from which on importances of settings are estimated
 _UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
@@ -50,12 +49,12 @@ class StudyOptions:
     """How a search chooses.
 
     Attributes:
-        metric: Name of the number in a run's events that is to be small.
-        maximize: Whether it is to be large instead.
+        metric: Metric to optimize.
+        maximize: True to maximize it, False to minimize it.
         sampler: ``tpe`` (tree-structured Parzen estimator, Bergstra et al. 2011), ``random`` or ``grid``.
         pruner: ``none``; ``median``: ends a trial that is worse than the median of earlier ones at the same step;
             ``halving``: asynchronous successive halving (Li et al. 2018).
-        seed: Of the sampler.
+        seed: Seed of the sampler.
     """
 
     metric: str = "eval/loss"
@@ -73,7 +72,7 @@ def larger_is_better(metric: str) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """A trial that this process makes.
+    """A trial that this process runs.
 
     Attributes:
         number: Its number, from 0.
@@ -81,7 +80,7 @@ class Trial:
         run_dir: The folder of its run.
         reported: Steps whose values the journal has.
         optuna_trial: The same for Optuna.
-        lock: Held as long as this process makes it.
+        lock: Held as long as this process runs it.
     """
 
     number: int
@@ -102,7 +101,7 @@ class TrialRecord:
         outcome: How it ended; ``running`` if it has not.
         value: Its last value of the metric; None if it has none.
         took_s: Seconds that it ran, over all its starts.
-        device_s: The same times the number of its processes in each of them.
+        device_s: Device-seconds (processes x seconds), over all its starts.
         reason: Why it failed.
         run_dir: The folder of its run.
         curve: Values by step, as far as they were reported.
@@ -166,9 +165,9 @@ class Study:
                 consequence="nothing was started",
                 nearest="a folder of your own (--out)",
             )
-        with self._turn():
-            # no other process writes: the turn is this one's
-            backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _Held()))
+        with self._journal_lock():
+            # no other process writes: this one holds the journal lock
+            backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _NoLock()))
             try:
                 self._study: optuna.Study = self._optuna.create_study(
                     storage=self._optuna.storages.JournalStorage(backend),
@@ -192,14 +191,14 @@ class Study:
                 }
             )
 
-    def begin(self, max_trials: int | None) -> Trial | None:
+    def take_trial(self, max_trials: int | None) -> Trial | None:
         """Take a trial: one that was left unfinished, else a new one. None if there is none to take.
 
         Args:
             max_trials: Number of trials in the whole search; None for no limit.
         """
         states = self._optuna.trial.TrialState
-        with self._turn():
+        with self._journal_lock():
             for frozen in self._study.get_trials(deepcopy=False, states=[states.RUNNING]):
                 if (lock := self._try_lock(frozen.number)) is not None:
                     trial_id = frozen._trial_id  # pyright: ignore[reportPrivateUsage]  # a trial has no other name
@@ -210,7 +209,7 @@ class Study:
                     return None
             trial = self._study.ask()  # takes the one that waits, if one does
             lock = self._try_lock(trial.number)
-            assert lock is not None  # no process has made it
+            assert lock is not None  # no process has run it
             return self._taken(trial, lock)
 
     def _enqueue(self, number: int) -> bool:
@@ -224,7 +223,7 @@ class Study:
         else:
             settings = self._first
         values = {name: self._value(name, text) for name, text in settings.items()}
-        self._study.enqueue_trial(values, user_attrs={_GIVEN: True} if settings is self._first else None)
+        self._study.enqueue_trial(values, user_attrs={_FROM_CONFIG: True} if settings is self._first else None)
         return True
 
     def report(self, trial: Trial, values: Sequence[tuple[int, float]]) -> bool:
@@ -232,7 +231,7 @@ class Study:
         new = {step: value for step, value in values if step not in trial.reported and math.isfinite(value)}
         if not new:
             return False
-        with self._turn():
+        with self._journal_lock():
             for step, value in new.items():
                 trial.reported.add(step)
                 trial.optuna_trial.report(value, step)
@@ -248,7 +247,7 @@ class Study:
             reason: Why it failed.
         """
         states = self._optuna.trial.TrialState
-        with self._turn():
+        with self._journal_lock():
             trial.optuna_trial.set_user_attr("outcome", outcome)
             if value is not None and math.isfinite(value):
                 trial.optuna_trial.set_user_attr("value", value)
@@ -258,23 +257,23 @@ class Study:
                 self._study.tell(trial.optuna_trial, value, state=states.COMPLETE)
             else:
                 self._study.tell(trial.optuna_trial, state=states.FAIL if outcome == "failed" else states.PRUNED)
-            self._release(trial)
+            self._unlock(trial)
 
-    def ran(self, trial: Trial, seconds: float, *, ranks: int = 1) -> None:
+    def add_time(self, trial: Trial, seconds: float, *, ranks: int = 1) -> None:
         """Add to the time of a trial, for ``ranks`` processes: while it runs, so that other processes see it, and at its end."""
-        with self._turn():
+        with self._journal_lock():
             for name, more_s in (("took_s", seconds), ("device_s", seconds * ranks)):
                 before_s = float(trial.optuna_trial.user_attrs.get(name, 0.0))
                 trial.optuna_trial.set_user_attr(name, before_s + more_s)
 
-    def leave(self, trial: Trial) -> None:
-        """Leave a trial unfinished: the next process that asks makes it on."""
-        with self._turn():
-            self._release(trial)
+    def release(self, trial: Trial) -> None:
+        """Leave a trial unfinished: the next process that asks resumes it."""
+        with self._journal_lock():
+            self._unlock(trial)
 
     def records(self) -> list[TrialRecord]:
         """All trials, by number."""
-        with self._turn():
+        with self._journal_lock():
             return [self._record(frozen) for frozen in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
@@ -317,12 +316,13 @@ class Study:
     def _choose(self, trial: Any) -> None:
         """Choose the settings that a trial lacks: all of a new one, the rest of one whose process was killed meanwhile.
 
-        Those that it has are drawn once more, so that the others are what they would have been.
+        Values already in the journal are sampled again to advance the sampler's random state, so the remaining ones are the same
+        as without the kill.
         """
         frozen = self._study.get_trials(deepcopy=False)[trial.number]
         if all(name in frozen.params for name in self._space):
             return
-        self._study.sampler = sampler = self._sampler(_mixed(self._options.seed, trial.number))
+        self._study.sampler = sampler = self._sampler(_trial_seed(self._options.seed, trial.number))
         is_drawn = _FIXED not in frozen.system_attrs
         for name in self._space:
             distribution = self._distribution(name)
@@ -352,7 +352,7 @@ class Study:
             reason=str(attributes.get("reason", "")),
             run_dir=self._run_dir(frozen.number),
             curve=dict(frozen.intermediate_values),
-            from_configuration=bool(attributes.get(_GIVEN, False)),
+            from_configuration=bool(attributes.get(_FROM_CONFIG, False)),
         )
 
     def _run_dir(self, number: int) -> Path:
@@ -412,8 +412,8 @@ class Study:
             )
 
     @contextmanager
-    def _turn(self) -> Generator[None]:
-        with file_lock(self._folder / _TURN_FILE):
+    def _journal_lock(self) -> Generator[None]:
+        with file_lock(self._folder / _JOURNAL_LOCK_FILE):
             _drop_torn_line(self._folder / JOURNAL_FILE)
             yield
 
@@ -422,22 +422,22 @@ class Study:
 
     def _try_lock(self, number: int) -> FolderLock | None:
         try:
-            return FolderLock(self._lock_path(number), work="makes this trial", nearest="wait for its end")
+            return FolderLock(self._lock_path(number), work="runs this trial", nearest="wait for its end")
         except ConfigError:
             return None
 
-    def _release(self, trial: Trial) -> None:
+    def _unlock(self, trial: Trial) -> None:
         trial.lock.close()
         self._lock_path(trial.number).unlink(missing_ok=True)
 
 
-def _mixed(seed: int, number: int) -> int:
+def _trial_seed(seed: int, number: int) -> int:
     """A seed of 32 bits for one trial; searches with neighbouring seeds have none in common, but by chance."""
     return xxhash.xxh32_intdigest(f"{seed} {number}".encode())
 
 
-class _Held:
-    """The lock of the journal, as Optuna asks for it: the turn is held already."""
+class _NoLock:
+    """The lock that Optuna takes on the journal: it locks nothing, as the process holds the journal lock already."""
 
     def acquire(self) -> bool:
         """See Optuna."""

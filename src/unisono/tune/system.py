@@ -89,12 +89,14 @@ class SweepRecord(msgspec.Struct, kw_only=True):
 
     Attributes:
         identity: What makes it this sweep, such as the configuration; JSON types.
-        rank_batch: Samples of a forward pass of a rank, and forward passes of a step, of the configuration; None: not known yet.
+        micro_batch: Samples of a forward pass of a rank, of the configuration; None: not known yet.
+        accumulation: Forward passes of a step, of the configuration; None: not known yet.
         comparisons: Those made so far, in order.
     """
 
     identity: dict[str, Any]
-    rank_batch: tuple[int, int] | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
     comparisons: list[Comparison] = msgspec.field(default_factory=list[Comparison])
 
 
@@ -143,9 +145,7 @@ def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, threads
         threads: CPU threads of a rank.
     """
     values: dict[str, Sequence[Any]] = {
-        "plan.precision": ("bf16", "fp32")
-        if has_accelerator or settings["plan.precision"] != "auto"
-        else ("fp32", "bf16"),
+        "plan.precision": ("bf16", "fp32"),
         "plan.recompute": ("none",),
         "plan.compile": ("blocks",),
         "loader.num_workers": (0, 1, 2, 4),
@@ -164,14 +164,10 @@ def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, threads
     ]
 
 
-def micro_batch_candidates(rank_batch: tuple[int, int]) -> list[Candidate]:
-    """Twice and half the micro-batch, where they divide the samples of a rank.
-
-    Args:
-        rank_batch: Samples of a forward pass of a rank, and forward passes of a step.
-    """
-    size, accumulation = rank_batch
-    sizes = [each for each in (2 * size, size // 2) if each and size * accumulation % each == 0]
+def micro_batch_candidates(micro_batch: int, accumulation: int) -> list[Candidate]:
+    """Twice and half the micro-batch of ``accumulation`` forward passes of a step, where they divide the samples of a rank."""
+    samples = micro_batch * accumulation
+    sizes = [each for each in (2 * micro_batch, micro_batch // 2) if each and samples % each == 0]
     return [Candidate(name="plan.micro_batch", value=each) for each in sizes]
 
 
@@ -180,16 +176,16 @@ def sweep(
     candidates: Iterable[Candidate],
     *,
     pairs: int,
-    tell: Callable[[Comparison], None],
+    on_comparison: Callable[[Comparison], None],
     made: Sequence[Comparison] = (),
 ) -> Sweep:
     """Try candidates one after another.
 
     Args:
-        train: Makes a short training with some settings over the configuration.
+        train: Runs a short training with some settings over the configuration.
         candidates: What is tried, in this order. Of several values of a setting the last one that was kept counts.
         pairs: Pairs of trainings for each.
-        tell: Called with each comparison that is made.
+        on_comparison: Called with each comparison that is made.
         made: Comparisons of the first candidates, which an interrupted sweep has made.
 
     Raises:
@@ -201,7 +197,7 @@ def sweep(
             continue
         comparison = _compare(train, found.kept, candidate, pairs)
         found = Sweep(comparisons=[*found.comparisons, comparison])
-        tell(comparison)
+        on_comparison(comparison)
     return found
 
 

@@ -71,7 +71,7 @@ class WidthTransfer:
 
     def identity(self) -> dict[str, int]:
         """What makes a search this one: the widths."""
-        return {"the proxy width": self.proxy_width, "the full width": self.full_width}
+        return {"proxy_width": self.proxy_width, "full_width": self.full_width}
 
     def verdict(self) -> str:
         """Which width was searched for which one, in a sentence; or why none was."""
@@ -178,7 +178,7 @@ def require_transferred(names: Iterable[str]) -> None:
 
 
 def check_coordinates(folder: Path, arguments: Sequence[str], transfer: WidthTransfer) -> CoordinateCheck:
-    """The coordinate check of a transfer, made by ``unisono tune coordinates`` in a process of its own.
+    """The coordinate check of a transfer, made by ``unisono tune coord-check`` in a process of its own.
 
     If the folder has one, of the same search before it was killed or of another process, that one is read.
 
@@ -195,7 +195,7 @@ def check_coordinates(folder: Path, arguments: Sequence[str], transfer: WidthTra
         if not (folder / JSON_FILE).exists():
             widths = ",".join(map(str, transfer.check_widths))
             chosen = [f"--set={_BASE}={transfer.proxy_width}", f"--widths={widths}", f"--out={folder}"]
-            command = module_command("unisono", "tune", "coordinates", *arguments, *chosen)
+            command = module_command("unisono", "tune", "coord-check", *arguments, *chosen)
             outcome = run_child(folder, command, timeout_s=_CHECK_LIMIT_S)
             if not (folder / JSON_FILE).exists():
                 raise ConfigError(
