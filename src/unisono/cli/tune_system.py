@@ -53,7 +53,16 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     from unisono.doctor.short_run import QUIET, set_arguments
     from unisono.launch.job import refuse_inside_a_job
     from unisono.storage.folder_lock import FolderLock
-    from unisono.tune.system import PAGE_FILE, Sweep, micro_batch_candidates, read_record, sweep, write_sweep
+    from unisono.tune.folder import read_record, require_own
+    from unisono.tune.system import (
+        PAGE_FILE,
+        RECORD_FILE,
+        Sweep,
+        SweepRecord,
+        micro_batch_candidates,
+        sweep,
+        write_sweep,
+    )
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
@@ -76,16 +85,19 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     trust = ["--trust-python"] if is_python_trusted() else []
     given = [*files, *trust, *(f"--set={text}" for text in overrides)]
     numbers = count(1)
+    require_own(folder, RECORD_FILE, (".lock",))
     make_folder(folder)
     lock = FolderLock(folder / ".lock", work="tries settings", nearest="wait for its end, or another folder (--out)")
     try:
         record = read_record(
-            folder,
+            folder / RECORD_FILE,
+            SweepRecord,
             {
                 **identity_of(resolved),
                 "--try": options["tries"],
                 **{f"--{name}": options[name] for name in ("steps", "pairs")},
             },
+            "sweep",
         )
         shutil.rmtree(trainings, ignore_errors=True)
         make_folder(trainings, may_be_link=False)

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from unisono.tune.study import Outcome, Study, Trial
 
 
-def require_new(path: Path, out: str) -> None:
-    """Raise ConfigError where an earlier command has written there."""
-    if path.exists():
-        raise ConfigError(
-            given=f"--out {out}, where {path} exists",
-            rule="this command begins anew, in a folder of its own",
-            consequence="nothing was started",
-            nearest="another folder, or remove that one",
-        )
-
-
 def run_trials(
     study: Study,
     out: Path,

@@ -26,7 +26,6 @@ from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
-from unisono.storage.ownership import read_own_json
 
 LEAST_GAIN: Final = 0.02  # of the time of a sample; less is not worth a setting
 _HOPELESS: Final = 1.15  # after one pair that was so much slower, no other is made
@@ -249,42 +248,6 @@ def _sample_s(outcome: TrainOutcome) -> float | None:
     """Seconds of a sample; None where it is not known."""
     step_s, samples = outcome.step_s(), outcome.samples()
     return None if outcome.code != 0 or step_s is None or not samples else step_s / samples
-
-
-def read_record(folder: Path, identity: Mapping[str, Any]) -> SweepRecord:
-    """The record of the sweep in ``folder``; a new one where it has none.
-
-    Args:
-        folder: Of the sweep.
-        identity: What makes it this sweep; JSON types.
-
-    Raises:
-        ConfigError: The folder has the record of another sweep, or one that is damaged or that another user can have written.
-    """
-    path = folder / RECORD_FILE
-    given: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
-    if not path.exists():
-        return SweepRecord(identity=given)
-    try:
-        record: SweepRecord = read_own_json(path, msgspec.json.Decoder(SweepRecord).decode)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            given=f"{path}, which is no record of a sweep: {error}",
-            rule="a sweep goes on from the comparisons in its record",
-            consequence="nothing was started, and the file is as it was",
-            nearest="another folder (--out) begins a new sweep",
-        ) from error
-    known = record.identity
-    differing = [name for name in {**known, **given} if known.get(name) != given.get(name)]
-    if differing:
-        name = differing[0]
-        raise ConfigError(
-            given=f"{name} {given.get(name)} for the sweep in {folder}, which began with {known.get(name)}",
-            rule="the comparisons of a sweep are of one configuration",
-            consequence="nothing was started",
-            nearest="the same command as before goes on; another folder (--out) begins a new sweep",
-        )
-    return record
 
 
 def write_sweep(folder: Path, base: str, record: SweepRecord, own: Mapping[str, Any]) -> Path | None:
