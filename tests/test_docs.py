@@ -61,7 +61,7 @@ def test_there_are_blocks_and_commands() -> None:
 @pytest.mark.parametrize("command", commands())
 def test_commands_exist_with_their_options(command: str) -> None:
     words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
-    verb = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
+    verb = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
     if verb and verb[0] not in ("config", "checkpoint", "data", "kvstore", "tune"):
         verb = verb[:1]
     text = CliRunner().invoke(cli, [*verb, "--help"]).output

@@ -14,7 +14,7 @@ from commands import Desk, events_of, make_desk
 from pictures import crop, jpeg, photograph, write_photographs
 from procs import wait_until
 
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 
 pytest.importorskip("rensa")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import Desk, events_of, losses_of, make_desk
 
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 
 
 @pytest.fixture

@@ -342,6 +342,6 @@ def test_no_inputs(tmp_path: Path) -> None:
 
 def test_a_format_that_is_only_read(tmp_path: Path) -> None:
     (tmp_path / "a.tfrecord").write_bytes(b"")
-    with pytest.raises(DataError, match="--index-only writes their numbers"):
+    with pytest.raises(DataError, match="--index-only writes their row indices"):
         dedup([tmp_path / "a.tfrecord"], tmp_path / "out")
     assert dedup([tmp_path / "a.tfrecord"], tmp_path / "out", index_only=True).documents == 0

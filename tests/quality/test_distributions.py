@@ -91,7 +91,7 @@ def test_each_limit_is_seen_to_cut(tmp_path: Path, workers: int, monkeypatch: py
     assert [each["counts"] for each in report["distributions"]] == [list(each.counts) for each in result.distributions]
     assert clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe) == result
     page = (tmp_path / "out/report.html").read_text()
-    assert "each picture has the documents that kept all limits before it" in words(page)
+    assert "each picture has the documents that pass all limits before it" in words(page)
     drawn = charts(page)
     assert [sum(bars["y"]) for bars in drawn["lengths"]["data"]] == [55, 41]
     assert [note["text"] for note in drawn["measure0"]["layout"]["annotations"]] == [

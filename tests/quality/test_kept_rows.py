@@ -327,7 +327,7 @@ def test_data_without_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of which .*kept has no rows"):
         opened(tmp_path, str(table(tmp_path / "b.jsonl")), kept_rows=str(rows))
     pack_text(tmp_path / "a.jsonl", tmp_path / "t.bin", column="text")
-    with pytest.raises(ConfigError, match=r"data\.rows .* with token shards"):
+    with pytest.raises(ConfigError, match=r"data\.kept_rows .* with token shards"):
         language(DataOptions(train=str(tmp_path / "t-*.bin"), kept_rows=str(rows), cache_dir=str(tmp_path / "cache")))
 
 

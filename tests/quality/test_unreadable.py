@@ -99,7 +99,7 @@ def test_labels_and_what_is_marked(tmp_path: Path) -> None:
     assert "null is no number" in dropped[0]["fault"]
     marks = save_marks(tmp_path / "marks.json", tmp_path / "out", mark("a.jsonl", 1, "b", "change", to="a"))
     changed = relabel([source], tmp_path / "new", marks)
-    assert (changed.kept, changed.changed, changed.unreadable, changed.dropped) == (3, 1, 3, 0)
+    assert (changed.kept, changed.changed, changed.unreadable, changed.num_dropped) == (3, 1, 3, 0)
     lines = read(tmp_path / "new" / "data" / "a.jsonl")
     assert lines == [rows[0], {"text": "same", "label": "a"}, {"text": "alone", "label": "a"}]
     assert [line["row"] for line in read(tmp_path / "new" / "dropped.jsonl")] == [2, 3, 5]

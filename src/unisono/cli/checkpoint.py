@@ -10,7 +10,7 @@ import click
 from unisono.cli.common import (
     FiniteRange,
     chosen_checkpoint,
-    every_verb,
+    common_options,
     load_run,
     print_result,
     require_run,
@@ -29,7 +29,7 @@ def command() -> None:
 
 @command.command("ls")
 @click.argument("run_dir", default="runs/first")
-@every_verb
+@common_options
 def ls(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR with their state and size."""
     if not os.path.isdir(run_dir):
@@ -48,7 +48,7 @@ def ls(run_dir: str, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("path", default="runs/first")
-@every_verb
+@common_options
 def verify_all(path: str, as_json: bool) -> int:
     """Read every byte of the checkpoints of a run (or of one checkpoint folder) and compare digests.
 
@@ -90,7 +90,7 @@ def _nothing_at(path: str, consequence: str) -> CheckpointError:
 @click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Files to spread it over.")
 @click.option("--drop-optimizer", is_flag=True, help="Keep the model and its averages only; no run resumes from it.")
 @click.option("--average", is_flag=True, help="Averaged weights in place of the weights, and nothing else.")
-@every_verb
+@common_options
 def convert_one(source: str, target: str, files: int, drop_optimizer: bool, average: bool, as_json: bool) -> None:
     """Write the checkpoint folder SOURCE again as TARGET/step-….
 
@@ -127,7 +127,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     help="Most GiB of tensors in one file; above it there are several, and an index.",
 )
 @trusts_python
-@every_verb
+@common_options
 def export_model(
     run_dir: str,
     target: str | None,

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -49,7 +50,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-def every_verb(function: F) -> F:
+def common_options(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(
@@ -115,6 +116,21 @@ def is_python_trusted() -> bool:
     """Whether this command line has ``--trust-python``."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(_TRUST))
+
+
+def trust_arguments() -> list[str]:
+    """Arguments by which another command runs Python files as this command line does."""
+    return [_TRUST] if is_python_trusted() else []
+
+
+def train_arguments(files: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Arguments of ``unisono train`` for a configuration of this command line: its files and its settings.
+
+    Args:
+        files: Files of the configuration.
+        overrides: Settings, as ``--set`` takes them.
+    """
+    return [*files, *trust_arguments(), *(f"--set={text}" for text in overrides)]
 
 
 def log_level() -> str | None:
@@ -350,6 +366,20 @@ def require_run(run_dir: str) -> Path:
         consequence="it is unknown which model and data to use",
         nearest="the folder given as run.dir when training (default runs/first)",
     )
+
+
+def fractions(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, Fraction] | None:
+    """Callback of an option: fractions by name from texts such as train=0.9 or train=9/10; None for none."""
+    parts: dict[str, Fraction] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            parts[name] = Fraction(text)
+        except (ValueError, ZeroDivisionError):
+            raise click.BadParameter(f"{value!r} is not NAME=FRACTION, as train=0.9 or train=9/10") from None
+    if len(parts) < len(values):
+        raise click.BadParameter("a part is named twice")
+    return parts or None
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: str | Iterable[str]) -> None:

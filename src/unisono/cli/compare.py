@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, print_result, trusts_python
+from unisono.cli.common import FiniteRange, common_options, print_result, trust_arguments, trusts_python
 from unisono.cli.termination import sigterm_interrupts
 
 
@@ -39,7 +39,7 @@ from unisono.cli.termination import sigterm_interrupts
     help="With --first-difference, most seconds of one replay.",
 )
 @trusts_python
-@every_verb
+@common_options
 def command(
     run_dirs: tuple[str, ...],
     max_ratio: tuple[str, ...],
@@ -105,7 +105,7 @@ def _show_first_difference(run_dirs: Sequence[str], scripts: Sequence[str], *, t
 
     a, b = Path(run_dirs[0]), Path(run_dirs[1])
     script_of = dict(zip((a, b), (*scripts, *scripts)[:2], strict=False))
-    start = partial(replay_as_child, flags=["--trust-python"] if is_python_trusted() else [], timeout_s=timeout_s)
+    start = partial(replay_as_child, flags=trust_arguments(), timeout_s=timeout_s)
 
     def replay(run: ReplayableRun, request: ReplayRequest) -> None:
         start(run, request, script=script_of.get(run.run_dir))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, print_result
 
 _SHELLS = ("bash", "zsh", "fish")
 
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(_SHELLS))
-@every_verb
+@common_options
 def command(shell: str, as_json: bool) -> None:
     """Print the completion script of SHELL.
 

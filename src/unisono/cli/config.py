@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_json, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_json, print_result, takes_config
 from unisono.config import diff, explain, render_origins, schema
 from unisono.train.config import RunConfig
 
@@ -17,7 +17,7 @@ def command() -> None:
 @command.command("show")
 @takes_config
 @click.option("--origin", is_flag=True, help="Where each value comes from.")
-@every_verb
+@common_options
 def show(config: tuple[str, ...], overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Print the resolved configuration as TOML, or key by key with its origin."""
     resolved = load_run_config(config, overrides, is_shown=True)
@@ -32,7 +32,7 @@ def show(config: tuple[str, ...], overrides: tuple[str, ...], origin: bool, as_j
 
 @command.command("explain")
 @click.argument("key")
-@every_verb
+@common_options
 def explain_key(key: str, as_json: bool) -> None:
     """Say what KEY means, its type, range and default, and how to set it."""
     text = explain(RunConfig, key)
@@ -40,7 +40,7 @@ def explain_key(key: str, as_json: bool) -> None:
 
 
 @command.command("schema")
-@every_verb
+@common_options
 def print_schema(as_json: bool) -> None:
     """Print the JSON Schema of a configuration file, for editors that complete TOML."""
     print_json(schema(RunConfig))
@@ -49,7 +49,7 @@ def print_schema(as_json: bool) -> None:
 @command.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@every_verb
+@common_options
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two configuration files; exit 1 if anything does."""
     first, second = (load_run_config([path], (), is_shown=True) for path in (a, b))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, print_json, print_result
+from unisono.cli.common import FiniteRange, common_options, print_json, print_result
 from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
 from unisono.cli.data_labels import find_labels, relabel_documents
@@ -46,7 +46,7 @@ command.add_command(check_table_columns)
 
 @command.command("verify")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@every_verb
+@common_options
 def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
     """Read all of FILES and their indexes and name all that is not as written. Each file counts by itself.
 
@@ -75,7 +75,7 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 @command.command("repair")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@every_verb
+@common_options
 def repair_file(source: Path, target: Path, as_json: bool) -> None:
     """Write what can be saved of SOURCE (RecordIO) to TARGET, a new file, and name what is lost."""
     from unisono.data.convert.checking import repair_file
@@ -89,7 +89,7 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
 
 @command.command("reindex")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@every_verb
+@common_options
 def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     """Write the indexes of FILES (RecordIO) anew, trusting each file as it is."""
     from unisono.data.convert.checking import require_kind
@@ -121,7 +121,7 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Only the rows that unisono data clean, dedup, split, leak or relabel kept in FOLDER.",
 )
-@every_verb
+@common_options
 def convert_file(
     source: Path,
     target: Path,
@@ -156,7 +156,7 @@ def convert_file(
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--into", "prefix", required=True, type=click.Path(path_type=Path), help="Beginning of the new names.")
 @click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="How many; 1 merges.")
-@every_verb
+@common_options
 def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
     """Write all records of FILES (RecordIO), in order, to new files of equal numbers of records."""
     from unisono.data.convert.checking import require_kind
@@ -172,7 +172,7 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
 @command.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--sheet", type=click.Path(path_type=Path), help="Write a PNG here of up to 64 images of a .rec.")
-@every_verb
+@common_options
 def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
     """Show what FILE holds.
 
@@ -218,7 +218,7 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
 
 @command.command("stats")
 @click.argument("file", type=click.Path(path_type=Path))
-@every_verb
+@common_options
 def file_stats(file: Path, as_json: bool) -> None:
     """Count what FILE holds: of RecordIO sizes, labels and image sizes; of a token shard documents and their lengths."""
     from unisono.data.convert.pack import record_stats
@@ -246,7 +246,7 @@ def file_stats(file: Path, as_json: bool) -> None:
 @click.option(
     "--size", default=224, show_default=True, type=click.IntRange(min=1), help="Side of the crops, in pixels."
 )
-@every_verb
+@common_options
 def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
     """Measure how fast FILE is read here, and images of RecordIO decoded and loaded."""
     from unisono.data.loading.throughput import measure_throughput
@@ -267,7 +267,7 @@ def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
 @command.command("cat")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
-@every_verb
+@common_options
 def cat_record(file: Path, number: int, as_json: bool) -> None:
     """Write one record's payload to standard output, with --json in base64.
 

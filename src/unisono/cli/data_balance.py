@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable, with_places
+from unisono.cli.common import FiniteRange, common_options, print_result
+from unisono.cli.data_common import with_places
+from unisono.cli.job_progress import resumable
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _SHOWN: Final = 20  # classes that fit on a screen
 @click.option(
     "--max-repeats", type=click.IntRange(min=1), help="Most reads of a row in an epoch, on average (default: no limit)."
 )
-@every_verb
+@common_options
 def balance_classes(
     inputs: tuple[Path, ...], label: str, out: Path | None, power: float, max_repeats: int | None, as_json: bool
 ) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable, with_places
+from unisono.cli.common import FiniteRange, common_options, print_result
+from unisono.cli.data_common import with_places
+from unisono.cli.job_progress import resumable
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
     type=click.Choice(("fail", "skip")),
     help="With --unify, on a value that cannot be cast without loss (default: fail).",
 )
-@every_verb
+@common_options
 def check_table_columns(
     inputs: tuple[Path, ...],
     out: Path | None,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import (
+from unisono.cli.common import common_options, print_result
+from unisono.cli.data_common import (
     IMAGE_NEAR,
-    compares,
     duplicate_options,
-    resumable,
+    text_duplicate_options,
     unreadable_lines,
     with_places,
-    works_in,
+    worker_options,
 )
+from unisono.cli.job_progress import resumable
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -47,8 +47,8 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
     help="Conflicts, and suspects, that the page shows.",
 )
 @IMAGE_NEAR
-@compares
-@every_verb
+@text_duplicate_options
+@common_options
 def find_labels(
     inputs: tuple[Path, ...],
     label: str | None,
@@ -126,8 +126,8 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     help="The file that the page of unisono data labels saved.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
-@works_in
-@every_verb
+@worker_options
+@common_options
 def relabel_documents(
     inputs: tuple[Path, ...], marks: Path, out: Path, workers: int | str | None, as_json: bool
 ) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, fractions, print_result
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import DataError
@@ -25,19 +24,6 @@ _SHOWN = 20
 _SEEN = 1000  # files of a folder by which its kind is guessed
 _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
 _LISTED: Final = ("root", "follow_links", "split", "shuffle", "shards")  # of images that are files
-
-
-def fractions(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, Fraction] | None:
-    parts: dict[str, Fraction] = {}
-    for value in values:
-        name, _, text = value.partition("=")
-        try:
-            parts[name] = Fraction(text)
-        except (ValueError, ZeroDivisionError):
-            raise click.BadParameter(f"{value!r} is not NAME=FRACTION, as train=0.9 or train=9/10") from None
-    if len(parts) < len(values):
-        raise click.BadParameter("a part is named twice")
-    return parts or None
 
 
 def _columns(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str] | None:
@@ -110,7 +96,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 )
 @_option("rows python", "--schema", metavar="NAME=TYPE[DIMS],…", help="types of the fields; ? is any size.")
 @_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
-@every_verb
+@common_options
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
     """Pack SOURCE into TARGET, which is complete or absent. After a kill, the same command continues where it stopped.
 

@@ -2,143 +2,49 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import asdict
 from fractions import Fraction
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_pack import fractions
-from unisono.cli.job_progress import job_progress
-from unisono.cli.terminal import echo
-from unisono.cli.termination import Terminated, sigterm_interrupts
-from unisono.errors import ConfigError
-from unisono.exit_codes import REQUEUE
+from unisono.cli.common import common_options, fractions, print_result
+from unisono.cli.data_common import (
+    COLUMN,
+    ON_ERROR,
+    duplicate_options,
+    image_duplicate_options,
+    text_duplicate_options,
+    unreadable_lines,
+    with_places,
+    worker_options,
+)
+from unisono.cli.job_progress import resumable
 
 if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult
     from unisono.quality.leak import LeakResult
-    from unisono.quality.options import DuplicateOptions
-    from unisono.quality.progress import Progress
 
 _SHOWN: Final = 20  # pairs that fit on a screen
 _LANGUAGES: Final = 10  # languages that fit on a line
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
 _OUT = click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
-_ON_ERROR = click.option(
-    "--on-error",
-    type=click.Choice(("fail", "skip")),
-    default="fail",
-    show_default=True,
-    help="On an unreadable document.",
-)
 _INDEX_ONLY = click.option(
     "--index-only",
     is_flag=True,
     help="Write only the indices of the kept rows (kept/), no copy of the data.",
 )
-_COLUMN = click.option(
-    "--column",
-    metavar="NAME",
-    help="Field of the text or image in tables (default: text, else the only string, else the only bytes).",
-)
-
-
-def works_in(function: F) -> F:
-    """Decorator that adds ``--workers`` and ``--ray``; ``workers`` is the one of them that is given, an int or a string."""
-
-    @wraps(function)
-    def with_workers(*arguments: Any, workers: int | None, ray: str | None, **options: Any) -> Any:
-        if ray is not None:
-            from unisono.quality.duplicates.ray_map import require_ray
-
-            if workers is not None:
-                raise ConfigError(
-                    given=f"--workers {workers} and --ray {ray}",
-                    rule="documents go to processes of this machine, or to a cluster",
-                    consequence="nothing was read",
-                    nearest="one of the two; a Ray cluster uses the CPUs that it was started with",
-                )
-            require_ray(ray)
-        return function(*arguments, workers=workers if ray is None else ray, **options)
-
-    for option in (
-        click.option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Send documents to a Ray cluster: auto (that of this machine), HOST:PORT, or local (one for this command).",
-        ),
-        click.option(
-            "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
-        ),
-    ):
-        with_workers = option(with_workers)
-    return cast(F, with_workers)
-
-
-def compares(function: F) -> F:
-    """Decorator that adds the options by which documents are compared."""
-    for option in (
-        works_in,
-        _ON_ERROR,
-        _COLUMN,
-        click.option(
-            "--seed",
-            type=click.IntRange(min=0),
-            default=0,
-            show_default=True,
-            help="Seed of the MinHash signatures and, for data split, of the assignment.",
-        ),
-        click.option(
-            "--num-perm",
-            type=click.IntRange(min=16, max=1024),
-            help="Values of a MinHash signature (default: 128).",
-        ),
-        click.option("--ngram", type=click.IntRange(min=1, max=50), help="Words per shingle (default: 5)."),
-        click.option("--exact", is_flag=True, help="Only documents with the same text, or the same file of an image."),
-        click.option(
-            "--near",
-            type=FiniteRange(min=0.1, max=1.0),
-            help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-IMAGE_NEAR = click.option(
-    "--image-near",
-    type=FiniteRange(min=0.1, max=1.0),
-    help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
-)
-
-
-def compares_images(function: F) -> F:
-    """Decorator that adds the options by which images are compared."""
-    crops = click.option(
-        "--crops/--no-crops",
-        default=None,
-        help="Whether a part of an image counts as the image (default: of data leak and split: yes, else no).",
-    )
-    return IMAGE_NEAR(crops(function))
 
 
 @click.command("dedup")
 @_INPUTS
 @_OUT
 @_INDEX_ONLY
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def dedup_documents(
     inputs: tuple[Path, ...],
     out: Path,
@@ -194,11 +100,11 @@ def dedup_documents(
     metavar="KEY=VALUE",
     help="Set one value of the recipe; wins over the file.",
 )
-@_ON_ERROR
+@ON_ERROR
 @_INDEX_ONLY
-@_COLUMN
-@works_in
-@every_verb
+@COLUMN
+@worker_options
+@common_options
 def clean_documents(
     inputs: tuple[Path, ...],
     out: Path,
@@ -266,9 +172,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
     type=click.Path(path_type=Path),
     help="A new folder for a report and the row indices of documents that do not leak.",
 )
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def find_leaking(
     train: Path,
     others: tuple[Path, ...],
@@ -318,9 +224,9 @@ def find_leaking(
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
 @click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
 @_INDEX_ONLY
-@compares_images
-@compares
-@every_verb
+@image_duplicate_options
+@text_duplicate_options
+@common_options
 def split_documents(
     inputs: tuple[Path, ...],
     out: Path,
@@ -387,47 +293,3 @@ def _leak_lines(result: LeakResult) -> list[str]:
     if result.num_capped:
         lines.append(f"{result.num_capped:,} documents had too many candidates to be compared with all of them")
     return [*lines, *unreadable_lines(sum(split.unreadable for split in result.splits))]
-
-
-def unreadable_lines(count: int) -> list[str]:
-    """How many documents were left out; no line if none was."""
-    return [f"{count:,} documents could not be read and were left out"] if count else []
-
-
-def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> DuplicateOptions:
-    """What counts as a duplicate, by the options of a command; ``draws``: its seed is not of the signatures alone."""
-    from unisono.quality.options import DuplicateOptions
-
-    names = ("near", "ngram", "num_perm", "image_near")
-    settings = {name: options[name] for name in names if options.get(name) is not None}
-    if options["exact"] and options["seed"] and not draws:
-        settings["seed"] = options["seed"]
-    if options["exact"] and settings:
-        given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        raise ConfigError(
-            given=f"--exact and {given}",
-            rule="documents are the same by their text alone, or by the similarity of their shingles",
-            consequence="nothing was read",
-            nearest="one of the two",
-        )
-    if options["exact"]:
-        settings |= {"near": 0.0, "image_near": 0.0}
-    return DuplicateOptions(**settings, crops=options.get("crops"), seed=options["seed"])
-
-
-def with_places(out: Path | None, result: Any) -> dict[str, Any]:
-    """What ``--json`` prints: the folder of the results and its page, if there is one, and the result."""
-    places = {} if out is None else {"out": str(out), "report": str(out / "report.html")}
-    return {**places, **asdict(result)}
-
-
-@contextmanager
-def resumable(out: Path | None) -> Generator[Progress]:
-    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
-    try:
-        with sigterm_interrupts(), job_progress() as progress:
-            yield progress
-    except KeyboardInterrupt as interrupt:
-        more = f"; the same command goes on in {out}" if out is not None else ""
-        echo(f"unisono: interrupted{more}", err=True)
-        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, print_result
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False),
     help="Write the changed settings to this new file, for unisono train.",
 )
-@every_verb
+@common_options
 def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
     """Say what makes the run in RUN_DIR slow or wrong, the most costly cause first.
 

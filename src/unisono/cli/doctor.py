@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, trusts_python
+from unisono.cli.common import common_options, load_run_config, print_result, trust_arguments, trusts_python
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
@@ -44,7 +44,7 @@ _INDENT = "        "
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of hosts without one in the file.")
 @click.option("--run-dir", default="runs", type=click.Path(file_okay=False), help="Where runs will be written.")
 @trusts_python
-@every_verb
+@common_options
 @click.pass_context
 def command(context: click.Context, run_dir: str, as_json: bool, **options: Any) -> int:
     """Examine this host: versions, devices, topology, limits, variables, storage and network, each with its cure.
@@ -161,8 +161,7 @@ def _climb(config: str, printed: _Printed) -> dict[str, Any]:
     first: str | None = None
     settings = load_run_config([config], []).encoded
     defaults = load_config(RunConfig).encoded
-    arguments = ["--trust-python"] if is_python_trusted() else []
-    for report in climb([config], settings, defaults, diagnose=_costly_findings, arguments=arguments):
+    for report in climb([config], settings, defaults, diagnose=_costly_findings, arguments=trust_arguments()):
         printed.add([report.check])
         if first is None and report.verdict in ("failed", "slow"):
             first = report.check.code

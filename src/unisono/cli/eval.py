@@ -10,7 +10,7 @@ import click
 
 from unisono.cli.common import (
     chosen_checkpoint,
-    every_verb,
+    common_options,
     load_run,
     print_result,
     require_run,
@@ -34,7 +34,7 @@ from unisono.errors import ConfigError
     help="Write the loss of each held-out sample there, and of each class its probability: a safetensors file.",
 )
 @trusts_python
-@every_verb
+@common_options
 def command(
     run_dir: str,
     checkpoint: str | None,

@@ -7,7 +7,7 @@ import click
 from unisono.cli.common import (
     FiniteRange,
     chosen_checkpoint,
-    every_verb,
+    common_options,
     load_run,
     print_result,
     takes_checkpoint,
@@ -32,7 +32,7 @@ from unisono.errors import ConfigError
 )
 @takes_checkpoint
 @trusts_python
-@every_verb
+@common_options
 def command(
     run_dir: str,
     prompt: str,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, print_result
 from unisono.config import starter
 from unisono.errors import ConfigError
 from unisono.storage.files import open_new
@@ -40,7 +40,7 @@ def config():
 @click.argument("path", required=False, type=click.Path(dir_okay=False))
 @click.option("--python", "as_python", is_flag=True, help="A Python file with a model and objective of your own.")
 @click.option("--task", type=click.Choice(TASKS), help="A short file for this task, and not every option there is.")
-@every_verb
+@common_options
 def command(path: str | None, as_python: bool, task: str | None, as_json: bool) -> None:
     """Write a commented starter configuration to PATH (default run.toml, or run.py with --python).
 

@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from unisono.cli.common import LOG
+from unisono.cli.terminal import echo
+from unisono.cli.termination import Terminated, sigterm_interrupts
+from unisono.exit_codes import REQUEUE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,6 +26,18 @@ if TYPE_CHECKING:
 _LOG_EVERY_S: Final = 10.0
 _FRAMES_PER_S: Final = 4
 _BAR_WIDTH: Final = 24
+
+
+@contextmanager
+def resumable(out: Path | None) -> Generator[Progress]:
+    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
+    try:
+        with sigterm_interrupts(), job_progress() as progress:
+            yield progress
+    except KeyboardInterrupt as interrupt:
+        more = f"; the same command goes on in {out}" if out is not None else ""
+        echo(f"unisono: interrupted{more}", err=True)
+        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, print_result
 
 
 @click.group("kvstore")
@@ -24,7 +24,7 @@ def command() -> None:
 @click.option("--servers", default=1, show_default=True, type=click.IntRange(min=1), help="For dist_async.")
 @click.option("--tls", default="", metavar="FOLDER", help="Certificates, for dist_async.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Timed, of each row.")
-@every_verb
+@common_options
 def bench(
     kinds: tuple[str, ...],
     sizes: tuple[str, ...],

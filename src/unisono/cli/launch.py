@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import common_options, print_result
 from unisono.cli.terminal import echo
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
@@ -53,7 +53,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@every_verb
+@common_options
 def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
 from unisono.storage.run_folder import PLAN_FILE
@@ -32,7 +32,7 @@ def command() -> None:
 @command.command("show")
 @click.argument("file", type=click.Path())
 @_PROCESSES
-@every_verb
+@common_options
 def show(file: str, processes: int | None, as_json: bool) -> None:
     """Print the plan in FILE, and for each field who chose it: strategy file, setting, default or planner."""
     from unisono.plan.plan import field_origins
@@ -55,7 +55,7 @@ def show(file: str, processes: int | None, as_json: bool) -> None:
 @click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(dir_okay=False), help="File to write.")
 @click.option("--processes", type=click.IntRange(min=1), help="Number of ranks; default: launch.num_processes.")
 @click.option("--force", is_flag=True, help="Overwrite a file that exists.")
-@every_verb
+@common_options
 def export_file(
     config: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -94,7 +94,7 @@ def export_file(
 @command.command("check")
 @click.argument("file", type=click.Path())
 @_PROCESSES
-@every_verb
+@common_options
 def check_file(file: str, processes: int | None, as_json: bool) -> None:
     """Say whether the plan in FILE can be carried out; exit 2 with all that is wrong if not."""
     from unisono.plan.validate import validate_plan
@@ -109,7 +109,7 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
 @command.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@every_verb
+@common_options
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two plans; exit 1 if anything does."""
     differences = _load(a).diff(_load(b))

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.cli.common import LOG
 from unisono.config import Resolved
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, print_result
+from unisono.cli.common import FiniteRange, common_options, print_result
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Cells:
 @click.argument("run_dir", type=click.Path(file_okay=False))
 @click.option("--every-s", default=2.0, type=FiniteRange(min=0.1), help="Seconds between looks.")
 @click.option("--once", is_flag=True, help="Look once and end.")
-@every_verb
+@common_options
 @click.pass_context
 def command(context: click.Context, run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
     """Show the ranks of the run in RUN_DIR, from their events, until it ends or Ctrl-C.

@@ -19,7 +19,15 @@ from typing import NoReturn
 
 import click
 
-from unisono.cli.common import LOG, every_verb, is_python_trusted, load_run_config, log_level, print_json, takes_config
+from unisono.cli.common import (
+    LOG,
+    common_options,
+    load_run_config,
+    log_level,
+    print_json,
+    takes_config,
+    trust_arguments,
+)
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
@@ -54,7 +62,7 @@ from unisono.train.config import RunConfig
     multiple=True,
     help="With --dry-run, a rank to trace; may be repeated (default: one of each pipeline stage).",
 )
-@every_verb
+@common_options
 def command(
     config: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -161,7 +169,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
 
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
-    flags += ["--trust-python"] if is_python_trusted() else []
+    flags += trust_arguments()
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = module_command("unisono", "train", *flags, *arguments)
     if (sync := _sync(resolved.value.plan)) != "dist_async":

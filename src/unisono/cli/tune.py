@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, load_run_config, print_result, takes_config
-from unisono.cli.data_quality import resumable
+from unisono.cli.common import FiniteRange, common_options, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
 from unisono.cli.tune_system import system
-from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
-from unisono.cli.tune_trials import check_searched, identity_of, run_trials
+from unisono.cli.tune_transfer import read_transfer, transfer_options, with_check
+from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
 from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
@@ -81,8 +81,8 @@ command.add_command(system)
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
-@takes_transfer
-@every_verb
+@transfer_options
+@common_options
 def params(
     config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
@@ -109,12 +109,12 @@ def params(
         files, overrides, {name: parameter.checked_values() for name, parameter in searched.items()}, out
     )
     settings, identity = list(overrides), identity_of(resolved)
-    none = out.absolute() / "trials" / "none"
-    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], none)
+    unused = unused_run_dir(out)
+    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], unused)
     if transfer is not None:
         require_transferred(searched)
         settings += transfer.proxy_overrides()
-        resolved = load_run_config(files, [*settings, f"run.dir={none}"], is_shown=True)
+        resolved = load_run_config(files, [*settings, f"run.dir={unused}"], is_shown=True)
         identity = {**transfer.identity(), **identity_of(resolved)}
     if options["maximize"] is None:
         options["maximize"] = larger_is_better(options["metric"])
@@ -164,8 +164,8 @@ def params(
     type=click.IntRange(min=10, max=100_000),
     help="Training steps; the rate rises at each.",
 )
-@takes_transfer
-@every_verb
+@transfer_options
+@common_options
 def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find the range of learning rates: one training whose rate rises at every step until the loss rises too.
 
@@ -204,11 +204,10 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
         page = folder / CHECK_FOLDER / "report.html"
         print_result(as_json, {**result, "report": str(page)}, [transfer.verdict(), f"report: {page}"])
         raise SystemExit(1)
-    trust = ["--trust-python"] if is_python_trusted() else []
     with sigterm_interrupts():
         found = run_range_test(
             folder.absolute() / "run",
-            [*files, *trust, *(f"--set={text}" for text in texts)],
+            train_arguments(files, texts),
             steps=steps,
             on_step=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
         )
@@ -238,7 +237,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     type=click.IntRange(min=1),
     help="Largest micro-batch to try.",
 )
-@every_verb
+@common_options
 def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_micro_batch: int, as_json: bool) -> None:
     """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
 
@@ -264,10 +263,9 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_mic
     refuse_inside_a_job(folder)
     files = [os.path.abspath(path) for path in config]
     trials = folder / "trials"
-    resolved = load_run_config(files, [*overrides, f"run.dir={trials / 'none'}"], is_shown=True)
+    resolved = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     ranks = resolved.value.launch.num_processes or max(1, count_accelerators())
-    trust = ["--trust-python"] if is_python_trusted() else []
-    arguments = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    arguments = train_arguments(files, overrides)
     require_own(folder, RECORD_FILE, (".lock",))
     make_folder(folder)
     lock = FolderLock(folder / ".lock", work="tries sizes", nearest="wait for its end, or another folder (--out)")

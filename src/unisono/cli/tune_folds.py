@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config, trust_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
-from unisono.cli.tune_trials import check_searched, identity_of, run_trials
+from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Write losses.safetensors: the loss of each sample, and the probability of each class, from the model that held it out.",
 )
-@every_verb
+@common_options
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each fold of data.train that is held out; mean and spread of a metric.
 
@@ -97,12 +97,11 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     result = {"out": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
     lines = [found.verdict(), f"report: {folder / 'report.html'}"]
     if options["sample_losses"]:
-        trust = ["--trust-python"] if is_python_trusted() else []
         with sigterm_interrupts():
             losses = write_fold_losses(
                 folder,
                 records,
-                trust,
+                trust_arguments(),
                 on_fold=lambda fold: None if as_json else echo(f"losses of the samples of fold {fold}"),
             )
         result["losses"] = str(folder / LOSSES_FILE)
@@ -123,7 +122,7 @@ def _split_setting(files: Sequence[str], overrides: Sequence[str], group: str | 
     from unisono.data.options import EVAL_GROUP, EVAL_STRATIFIED
     from unisono.tasks.options import PREDICTORS
 
-    place = f"run.dir={folder.absolute() / 'trials' / 'none'}"
+    place = f"run.dir={unused_run_dir(folder)}"
     resolved = load_run_config(files, [*overrides, place], is_shown=True)
     config, is_given = resolved.value, resolved.origins["data.eval_split"] != "default"
     if is_given and group is not None:

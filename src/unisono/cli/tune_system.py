@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
-from unisono.cli.data_quality import resumable
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.tune_trials import identity_of
 from unisono.config.values import literal
@@ -42,7 +42,7 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
 @click.option(
     "--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting."
 )
-@every_verb
+@common_options
 def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find settings with which steps are faster: precision, compilation, workers, threads, allocator, micro-batch.
 
@@ -82,8 +82,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
     quiet = {name: value for name, value in QUIET.items() if name in settings}
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
-    trust = ["--trust-python"] if is_python_trusted() else []
-    given = [*files, *trust, *(f"--set={text}" for text in overrides)]
+    given = train_arguments(files, overrides)
     numbers = count(1)
     require_own(folder, RECORD_FILE, (".lock",))
     make_folder(folder)

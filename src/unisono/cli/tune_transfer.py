@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import is_python_trusted, load_run_config
+from unisono.cli.common import load_run_config, train_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_transfer(function: F) -> F:
+def transfer_options(function: F) -> F:
     """Decorator that adds ``--transfer`` and ``--proxy-width``; ``read_transfer`` reads them."""
     function = click.option(
         "--proxy-width",
@@ -85,11 +85,8 @@ def with_check(
 
     if not as_json:
         echo(f"coordinate check at widths {', '.join(map(str, transfer.check_widths))}")
-    trust = ["--trust-python"] if is_python_trusted() else []
     with sigterm_interrupts():
-        found = check_coordinates(
-            out.absolute() / CHECK_FOLDER, [*files, *trust, *(f"--set={text}" for text in overrides)], transfer
-        )
+        found = check_coordinates(out.absolute() / CHECK_FOLDER, train_arguments(files, overrides), transfer)
     if not as_json:
         echo(found.verdict())
     return replace(transfer, check=found)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli.common import is_python_trusted, load_run_config
-from unisono.cli.data_quality import resumable
+from unisono.cli.common import load_run_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from unisono.train.config import RunConfig
     from unisono.tune.search import Budget
     from unisono.tune.study import Outcome, Study, Trial
+
+
+def unused_run_dir(out: Path) -> Path:
+    """A ``run.dir`` without a run, in the folder of a search: the configuration of a run that is there would be read."""
+    return out.absolute() / "trials" / "none"
 
 
 def run_trials(
@@ -56,10 +61,9 @@ def run_trials(
         write()
 
     launch = resolved.value.launch
-    trust = ["--trust-python"] if is_python_trusted() else []
     search = Search(
         study=study,
-        arguments=[*files, *trust, *(f"--set={text}" for text in overrides)],
+        arguments=train_arguments(files, overrides),
         metric=metric,
         budget=budget,
         slots=divide_into_slots(parallel, launch.num_processes, has_num_threads=launch.num_threads != 0),
@@ -95,7 +99,7 @@ def check_searched(
             consequence="nothing was started",
             nearest="one of them",
         )
-    folder = f"run.dir={out.absolute() / 'trials' / 'none'}"  # the configuration of a run that is there would be read
+    folder = f"run.dir={unused_run_dir(out)}"
     for name, values in checked.items():
         for value in values:
             load_run_config(files, [*overrides, folder, f"{name}={value}"], is_shown=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
+from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_trials import unused_run_dir
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
 from unisono.storage.directory import make_folder
@@ -33,7 +34,7 @@ from unisono.storage.directory import make_folder
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=1, max=100), help="Trainings of each width."
 )
-@every_verb
+@common_options
 def coordinates(
     config: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -71,11 +72,11 @@ def coordinates(
         "checkpoint.every_steps": 0,
         "components.callbacks": "",
     }
-    own = load_run_config(files, [*overrides, f"run.dir={folder / 'none'}"], is_shown=True)
+    own = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     if not own.value.components.schedule:
         quiet |= {**default_schedule(), "schedule.kind": "constant"}
     texts = [*overrides, *(f"{name}={toml_value(value)}" for name, value in quiet.items())]
-    given = load_run_config(files, [*texts, f"run.dir={folder / 'none'}"], is_shown=True)
+    given = load_run_config(files, [*texts, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     chosen = _read_widths(widths) if widths else default_widths(given.encoded)
     settings = [settings_of_width(given.encoded, width) for width in chosen]
     first_seed = given.value.run.seed
@@ -85,7 +86,7 @@ def coordinates(
                 files,
                 [
                     *texts,
-                    f"run.dir={folder / 'none'}",
+                    f"run.dir={unused_run_dir(folder)}",
                     *(f"{name}={value}" for name, value in each.items()),
                     f"run.seed={first_seed + number}",
                 ],

@@ -1,7 +1,7 @@
 """Rows of files that a data job kept, stored in a folder, and read by a run or a conversion.
 
 A folder of kept rows has ``kept/NAME.npy`` for each file of the data, the row indices of its kept rows in order, int64, and
-``kept/files.json``, as ``data.rows_of_files`` says.
+``kept/files.json``, as ``data.per_file_arrays`` says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.formats.table import Row
 from unisono.data.convert.pack.image_listing import list_images
-from unisono.data.rows_of_files import FILES, file_stamp, find_entry, read_array, stamp_of
+from unisono.data.per_file_arrays import FILES_JSON, file_stamp, find_entry, read_array, stamp_of
 from unisono.data.sources.arrow_folder import is_arrow_folder
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
@@ -56,7 +56,7 @@ class KeptRows:
 
 def write_kept_files(folder: Path, files: Sequence[KeptFile]) -> None:
     """Write which files the row indices in ``folder``, below ``kept``, are of."""
-    write_atomically(folder / KEPT_FOLDER / FILES, msgspec.json.encode(files))
+    write_atomically(folder / KEPT_FOLDER / FILES_JSON, msgspec.json.encode(files))
 
 
 def read_kept_rows(address: str | Path) -> KeptRows:
@@ -68,11 +68,11 @@ def read_kept_rows(address: str | Path) -> KeptRows:
     path, fault = look_up(address)
     if fault or not path.exists():
         raise _refused(f"{quoted(str(address))}: {fault or 'it does not exist'}", "the folder that --out named")
-    place = path / KEPT_FOLDER / FILES
+    place = path / KEPT_FOLDER / FILES_JSON
     try:
         entries = read_json(place, msgspec.json.Decoder(list[KeptFile]).decode)
     except (LimitError, ValueError, OSError) as error:
-        given = f"{path}, where {KEPT_FOLDER}/{FILES} cannot be read: {error}"
+        given = f"{path}, where {KEPT_FOLDER}/{FILES_JSON} cannot be read: {error}"
         raise _refused(given, "the folder that --out named; of data split, that of a part in it") from error
     return KeptRows(folder=path, files={entry.name: entry for entry in entries})
 

@@ -1,7 +1,7 @@
 """Sampling weights of training data: from the sizes of classes, and stored in a folder of their own.
 
 A folder of weights has ``weights/NAME.npy`` for each file of the data, float64 [rows], and ``weights/files.json``, as
-``data.rows_of_files`` says.
+``data.per_file_arrays`` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.rows_of_files import FILES, find_entry, read_array
+from unisono.data.per_file_arrays import FILES_JSON, find_entry, read_array
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
 from unisono.storage.directory import make_folder
@@ -82,7 +82,7 @@ def write_sample_weights(folder: Path, files: Sequence[WeightedFile], weights: I
         make_folder(place.parent)
         with new_file(place) as array:
             np.save(array, values.astype(np.float64))
-    write_atomically(folder / WEIGHTS_FOLDER / FILES, msgspec.json.encode(files))
+    write_atomically(folder / WEIGHTS_FOLDER / FILES_JSON, msgspec.json.encode(files))
 
 
 def read_sample_weights(
@@ -134,11 +134,13 @@ def _entry(folder: Path, known: Mapping[str, WeightedFile], file: str | Path) ->
 
 
 def _read_files(folder: Path) -> dict[str, WeightedFile]:
-    path = folder / WEIGHTS_FOLDER / FILES
+    path = folder / WEIGHTS_FOLDER / FILES_JSON
     try:
         entries = read_json(path, msgspec.json.Decoder(list[WeightedFile]).decode)
     except (LimitError, ValueError, OSError) as error:
-        raise _refused(f"{folder}, where weights/{FILES} cannot be read: {error}", f"a folder of {_COMMAND}") from error
+        raise _refused(
+            f"{folder}, where weights/{FILES_JSON} cannot be read: {error}", f"a folder of {_COMMAND}"
+        ) from error
     return {entry.name: entry for entry in entries}
 
 

@@ -14,7 +14,7 @@ from unisono.data.convert.formats.jsonl import row_of_line
 from unisono.data.convert.formats.table import Row, check_columns, describe_value, open_source
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import open_file
-from unisono.data.rows_of_files import file_stamp
+from unisono.data.per_file_arrays import file_stamp
 from unisono.data.sources import open_source as open_data
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import sample_of_row

@@ -13,8 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.image.decoding import image_format
-from unisono.data.provenance import cleaning_facts
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.measures import Distribution, distributions_of

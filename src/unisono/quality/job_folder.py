@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from unisono.data.provenance import REPORT_FILE
+from unisono.data.cleaning_record import REPORT_FILE
 from unisono.errors import ConfigError, Problem
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, os_reason, write_atomically

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters

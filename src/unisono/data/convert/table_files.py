@@ -25,10 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.data.cleaning_record import write_cleaning_file
 from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
 from unisono.data.kept_rows import kept_of_table, read_kept_rows
-from unisono.data.provenance import write_cleaning_file
 from unisono.storage.limits import MAX_TABLE_SHARDS
 
 _WRITTEN: Final = {

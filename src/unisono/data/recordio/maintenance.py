@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.provenance import write_cleaning_file
+from unisono.data.cleaning_record import write_cleaning_file
 from unisono.data.recordio.framing import (
     HEAD_BYTES,
     MAGIC,

@@ -25,7 +25,7 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from unisono.data.provenance import CLEANING_SUFFIX
+from unisono.data.cleaning_record import CLEANING_SUFFIX
 from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.sanitize import quoted

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from unisono.data.kept_rows import kept_of_file, read_kept_rows
 from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.per_file_arrays import stamp_of
 from unisono.data.recordio.remote_file import is_url
-from unisono.data.rows_of_files import stamp_of
 from unisono.data.sources.remote import local_path
 from unisono.data.tokens.corpus import (
     CHANGED,

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 from unisono.errors import ConfigError, DataError, nearest_name
 from unisono.quality.columns.changes import ColumnChanges, write_changes
 from unisono.quality.columns.exact_quantiles import CHUNK

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.provenance import cleaning_facts
+from unisono.data.cleaning_record import cleaning_facts
 from unisono.errors import DataError
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.cleaning_record import cleaning_file
 from unisono.data.convert.formats.table import describe_value, encode_image_column, unwritable_error
 from unisono.data.convert.pack.image_encoding import ImageOptions
 from unisono.data.convert.pack.image_listing import (
@@ -47,7 +48,6 @@ from unisono.data.convert.pack.pack_job import (
 from unisono.data.convert.pack.partial_target import UNSPLIT, BadInput, PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import make_records, worker_count
 from unisono.data.convert.table_files import open_table
-from unisono.data.provenance import cleaning_file
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
+from unisono.data.cleaning_record import CLEANING_SUFFIX
 from unisono.data.convert.formats.table import unwritable_error
 from unisono.data.convert.pack.partial_target import (
     UNSPLIT,
@@ -28,7 +29,6 @@ from unisono.data.convert.pack.partial_target import (
     open_partial_target,
 )
 from unisono.data.convert.table_files import files_of
-from unisono.data.provenance import CLEANING_SUFFIX
 from unisono.errors import DataError
 from unisono.sanitize import shorten
 from unisono.storage.files import MAX_SHOWN_PATH, look_up, write_atomically

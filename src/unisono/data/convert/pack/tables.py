@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from unisono.data.cleaning_record import cleaning_file
 from unisono.data.convert.formats.table import row_bytes, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
     PackJob,
@@ -28,7 +29,6 @@ from unisono.data.convert.pack.partial_target import BadInput, InputSource, Pack
 from unisono.data.convert.pack.record_schema import RecordSchema
 from unisono.data.convert.pack.worker import find_function, given_parts, make_records, worker_count
 from unisono.data.convert.table_files import Row, Table, open_table, write_table
-from unisono.data.provenance import cleaning_file
 from unisono.errors import DataError
 from unisono.storage.files import file_digest
 from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited

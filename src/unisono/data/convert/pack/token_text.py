@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from unisono.data.cleaning_record import cleaning_file
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.table import describe_value, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
@@ -24,7 +25,6 @@ from unisono.data.convert.pack.pack_job import (
 )
 from unisono.data.convert.pack.partial_target import BadInput, PackedInput, ShardSeries
 from unisono.data.convert.table_files import open_table, read_formats
-from unisono.data.provenance import cleaning_file
 from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter

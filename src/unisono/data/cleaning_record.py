@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 from unisono.data.convert.file_kind import beside_target
 from unisono.data.kept_rows import KEPT_FOLDER
+from unisono.data.per_file_arrays import FILES_JSON
 from unisono.data.recordio.remote_file import is_url
-from unisono.data.rows_of_files import FILES
 from unisono.storage.files import look_up, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
@@ -64,7 +64,7 @@ def _facts_at(address: str | Path) -> dict[str, Any]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    if (path / KEPT_FOLDER / FILES).exists():
+    if (path / KEPT_FOLDER / FILES_JSON).exists():
         facts = _of_job(path)
         return {name: value for name, value in facts.items() if name != "masked"}  # these rows are as they were
     beside = beside_target(path, CLEANING_SUFFIX)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.remote_file import is_url
 from unisono.storage.files import require_regular
 
-FILES: Final = "files.json"
+FILES_JSON: Final = "files.json"
 
 
 class Entry(Protocol):
