@@ -479,6 +479,8 @@ def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = done.json
     assert (found["out"], found["report"]) == (str(out), str(out / "report.html"))
+    run = tomllib.loads((Path(found["trials"][0]["run_dir"]) / "config.toml").read_text())
+    assert run["train"]["num_eval_samples"] == 0  # each sample is held out, and evaluated
     values = list(found["values"].values())
     assert len(set(values)) == 3
     assert found["mean"] == pytest.approx(sum(values) / 3)
@@ -545,4 +547,53 @@ def config():
             objective="mean_squared_error",
         )
     )
+"""
+
+
+def test_the_column_of_a_group_is_looked_up_first(desk: Desk, tmp_path: Path) -> None:
+    table, out = tmp_path / "table.csv", tmp_path / "folds"
+    table.write_text("user,price\n" + "".join(f"{i},{2 * i}\n" for i in range(30)))
+    settings = {"task.kind": "table", "task.predicts": "number", "task.target": "price", "data.train": table}
+    given = [f"--set={name}={value}" for name, value in settings.items()]
+    done = desk.here("tune", "folds", *given, "--group=usr", f"--out={out}")
+    assert done.code == 2
+    assert done.err == problem(
+        f"--group usr, and {table} without this column",
+        "all samples with one value of a column are held out together",
+        "nothing was started",
+        "did you mean 'user'?",
+    )
+    assert not out.exists()
+
+
+def test_all_combinations_are_tried_once(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    arguments = ["tune", "params", *desk.settings, "--space=optim.kind=adamw,sgd", f"--out={out}", "--trials=5"]
+    done = desk.here(*arguments)
+    assert done.code == 0, done.err
+    assert "all 2 combinations are tried\n" in done.out
+    assert "compared by at most 4 held-out samples; train.num_eval_samples=0 takes all\n" in done.out
+    found = desk.here(*arguments, "--json").json
+    assert sorted(trial["settings"]["optim.kind"] for trial in found["trials"]) == ["adamw", "sgd"]
+    assert (found["combinations"], found["num_eval_samples"]) == (2, 4)
+    assert "at most 4" in (out / "report.html").read_text()
+
+
+def test_why_a_trial_diverged(desk: Desk, tmp_path: Path) -> None:
+    """Its reason begins with what was not finite."""
+    config = tmp_path / "own.py"
+    config.write_text(OWN.replace("torch.nn.Linear(4, 1)", "Model(4, 1)").replace("LIMIT = 0.005", NAN))
+    settings = ["--set=train.steps=9", "--set=train.max_skips=2", "--set=plan.global_batch=4", "--space=optim.lr=0.01"]
+    settings += ["--space=optim.beta2=0.9,0.99", "--sampler=grid", "--trials=1"]
+    done = desk.here("tune", "params", str(config), *settings, f"--out={tmp_path / 'search'}")
+    assert done.code == 1, done.err
+    assert "trial 0: diverged; all 2 steps of the run were skipped, the last one with loss nan" in done.out
+
+
+NAN = """LIMIT = 1
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
 """

@@ -126,11 +126,15 @@ def test_a_torch_scheduler_is_refused_before_the_first_trial(desk: Desk, tmp_pat
         (["--transfer=mup"], "--transfer mup without --proxy-width"),
         (["--proxy-width=16"], "--proxy-width 16 without --transfer"),
         (["--transfer=mup", "--proxy-width=64"], "narrower than the one that the result is for"),
-        (["--transfer=mup", "--proxy-width=24"], "a part of a head"),
+        (["--transfer=mup", "--proxy-width=24"], "such as --proxy-width 32"),
         (["--transfer=mup", "--proxy-width=16", "--set=optim.kind=lamb"], "optim.kind 'lamb'"),
         (["--transfer=mup", "--proxy-width=16", "--set=optim.kind=lars"], "optim.kind 'lars'"),
         (["--transfer=mup", "--proxy-width=16", "--set=model.num_experts=4"], "the router"),
-        (["--transfer=mup", "--proxy-width=16", "--set=components.model=moe"], "'moe'"),
+        (["--transfer=mup", "--proxy-width=16", "--set=components.model=moe"], "--transfer mup with the model moe"),
+        (
+            ["--transfer=mup", "--set=task.kind=masked_language_model", "--set=model.num_kv_heads=0"],
+            "--transfer mup with the model bert",
+        ),
         (["--transfer=mup", "--proxy-width=16", "--set=plan.sync=dist_async"], "servers have one learning rate"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -24,10 +24,14 @@ from unisono.sanitize import printable
 from unisono.storage.directory import make_folder
 
 if TYPE_CHECKING:
+    from unisono.config import Resolved
+    from unisono.train.config import RunConfig
     from unisono.tune.batch_size import Probe
     from unisono.tune.space import Space
     from unisono.tune.study import Study, StudyOptions
     from unisono.tune.transfer import WidthTransfer
+
+_NUM_EVAL_SAMPLES: Final = "train.num_eval_samples"
 
 
 @click.group("tune")
@@ -136,11 +140,11 @@ def params(
                 chosen.metric,
                 budget,
                 options["parallel"],
-                write=lambda: _write(out, searched, chosen, study, transfer),
+                write=lambda: _write(out, searched, chosen, study, resolved, transfer),
                 as_json=as_json,
             )
     finally:
-        result, lines = _write(out, searched, chosen, study, transfer)
+        result, lines = _write(out, searched, chosen, study, resolved, transfer)
     print_result(as_json, result, lines)
     if result["best"] is None or (transfer is not None and not transfer.holds):
         raise SystemExit(1)
@@ -312,7 +316,12 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_mic
 
 
 def _write(
-    out: Path, space: Space, chosen: StudyOptions, study: Study, transfer: WidthTransfer | None
+    out: Path,
+    space: Space,
+    chosen: StudyOptions,
+    study: Study,
+    resolved: Resolved[RunConfig],
+    transfer: WidthTransfer | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the report and the file of the best trial.
 
@@ -321,6 +330,7 @@ def _write(
         space: The settings that are searched.
         chosen: How it chooses.
         study: Its trials.
+        resolved: The configuration of its trials.
         transfer: The widths, if the result is for a wider model.
 
     Returns:
@@ -328,17 +338,27 @@ def _write(
     """
     from unisono.tune.best import BEST_FILE, write_best
     from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page
+    from unisono.tune.space import num_combinations
 
     records, best = study.records(), study.best()
     importances = study.importances()
-    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer)
+    samples = 0
+    if chosen.metric.startswith("eval/") and _NUM_EVAL_SAMPLES not in space:
+        samples = resolved.value.train.num_eval_samples
+    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer, num_eval_samples=samples)
     lines = [verdict(chosen, best)]
     if transfer is not None:
         lines.append(transfer.verdict())
+    if samples:
+        lines.append(f"compared by at most {samples} held-out samples; {_NUM_EVAL_SAMPLES}=0 takes all")
+    if (size := num_combinations(space)) is not None and size <= sum(record.outcome != "running" for record in records):
+        lines.append(f"all {size} combinations are tried")
     result: dict[str, Any] = {
         "out": str(out),
         "report": str(out / REPORT_FILE),
         "metric": chosen.metric,
+        "num_eval_samples": samples or None,
+        "combinations": size,
         "trials": [record.to_json() for record in records],
         "importances": importances,
         "transfer": None if transfer is None else transfer.to_json(),

@@ -23,7 +23,7 @@ from unisono.storage.folder_lock import FolderLock
 from unisono.storage.ownership import untrusted_reason
 from unisono.tune.folder import exclusive_lock, require_own
 from unisono.tune.journal import damaged, drop_torn_line
-from unisono.tune.space import Choice, Space, grid
+from unisono.tune.space import MAX_VALUES, Choice, Space, grid, num_combinations
 
 if TYPE_CHECKING:
     import optuna
@@ -33,6 +33,8 @@ TRIALS_FOLDER: Final = "trials"
 _JOURNAL_LOCK_FILE: Final = ".journal.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
+_RESAMPLES: Final = 20  # draws of one of a finite number of combinations, until one is new
+_MAX_LEFT: Final = 1000  # combinations of which one is chosen where no draw was new
 _IDENTITY: Final = "identity"
 _FIXED: Final = "fixed_params"  # where Optuna keeps the values of a trial that was enqueued
 _FROM_CONFIG: Final = "from_configuration"
@@ -162,6 +164,9 @@ class Study:
 
         require_own(folder, JOURNAL_FILE, (TRIALS_FOLDER, _JOURNAL_LOCK_FILE))
         self._folder, self._space, self._options, self._first = folder, space, options, first
+        self._size = num_combinations(space)
+        if self._size is not None and self._size > MAX_VALUES:
+            self._size = None  # so many that hardly one comes twice
         make_folder(folder / TRIALS_FOLDER)
         journal = folder / JOURNAL_FILE
         if reason := untrusted_reason(journal):
@@ -217,18 +222,46 @@ class Study:
             return self._taken(trial, lock)
 
     def _enqueue(self, number: int) -> bool:
-        """Have a new trial wait whose settings are known: of a grid, or the first one. False if a grid has no further one."""
+        """Have a new trial wait whose settings are known: of a grid, the first one, or one of a finite number of combinations.
+        False if there is no further one."""
         if self._options.sampler == "grid":
             settings = next(islice(grid(self._space), number, None), None)
-            if settings is None:
-                return False
-        elif number or self._first is None:
+        elif number == 0 and self._first is not None:
+            settings = self._first
+        elif self._size is None:
             return True
         else:
-            settings = self._first
+            settings = self._untried(number)
+        if settings is None:
+            return False
         values = {name: self._value(name, text) for name, text in settings.items()}
         self._study.enqueue_trial(values, user_attrs={_FROM_CONFIG: True} if settings is self._first else None)
         return True
+
+    def _untried(self, number: int) -> dict[str, str] | None:
+        """A combination that no trial has, as the sampler draws it: a second training of the same settings tells nothing. None if
+        all are tried."""
+        tried = {tuple(self._known_settings(frozen).items()) for frozen in self._study.get_trials(deepcopy=False)}
+        if self._size is not None and len(tried) >= self._size:
+            return None
+        new = self._optuna.trial.create_trial(state=self._optuna.trial.TrialState.RUNNING)
+        for attempt in range(_RESAMPLES):
+            sampler = self._sampler(_trial_seed(self._options.seed, number, attempt))
+            drawn = {
+                name: sampler.sample_independent(self._study, new, name, self._distribution(name))
+                for name in self._space
+            }
+            if tuple((settings := self._settings(drawn)).items()) not in tried:
+                return settings
+        combinations = (
+            self._settings({name: self._value(name, each[name]) for name in each}) for each in grid(self._space)
+        )
+        left = list(islice((each for each in combinations if tuple(each.items()) not in tried), _MAX_LEFT))
+        return left[_trial_seed(self._options.seed, number, _RESAMPLES) % len(left)] if left else None
+
+    def _known_settings(self, frozen: Any) -> dict[str, str]:
+        """Settings of a trial, also of one that was killed before it had them all."""
+        return self._settings({**frozen.system_attrs.get(_FIXED, {}), **frozen.params})
 
     def report(self, trial: Trial, values: Sequence[tuple[int, float]]) -> bool:
         """Add values of the metric by step; whether the trial should be ended because others were better."""
@@ -465,9 +498,10 @@ class Study:
         self._lock_path(trial.number).unlink(missing_ok=True)
 
 
-def _trial_seed(seed: int, number: int) -> int:
-    """A seed of 32 bits for one trial; searches with neighbouring seeds have none in common, but by chance."""
-    return xxhash.xxh32_intdigest(f"{seed} {number}".encode())
+def _trial_seed(seed: int, number: int, attempt: int = 0) -> int:
+    """A seed of 32 bits for one trial, or for another draw of its settings; searches with neighbouring seeds have none in common
+    but by chance."""
+    return xxhash.xxh32_intdigest(f"{seed} {number}{f' {attempt}' if attempt else ''}".encode())
 
 
 class _NoLock:

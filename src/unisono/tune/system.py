@@ -28,6 +28,7 @@ from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 
 LEAST_GAIN: Final = 0.02  # of the time of a sample; less is not worth a setting
+FEWEST_PAIRS: Final = 3  # of noise alone half of the pairs are faster: three of three by chance once in eight times
 _HOPELESS: Final = 1.15  # after one pair that was so much slower, no other is made
 OVERLAY_FILE: Final = "system.toml"
 RECORD_FILE: Final = "report.json"
@@ -119,10 +120,19 @@ class Sweep:
                 product /= comparison.ratio
         return product
 
+    @property
+    def doubt(self) -> str:
+        """Why what was kept may not be faster, in a sentence; empty if enough pairs say so."""
+        doubted = {each.name: each.value for each in self.comparisons if each.kept and each.pairs < FEWEST_PAIRS}
+        if not doubted:
+            return ""
+        settings = ", ".join(f"{name}={value}" for name, value in doubted.items())
+        return f"Fewer than {FEWEST_PAIRS} pairs are no evidence for {settings}: the noise of the machine alone can do that."
+
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
         comparisons = [comparison.to_json() for comparison in self.comparisons]
-        return {"kept": self.kept, "speedup": self.speedup, "comparisons": comparisons}
+        return {"kept": self.kept, "speedup": self.speedup, "doubt": self.doubt or None, "comparisons": comparisons}
 
     def verdict(self) -> str:
         """What was found, in a sentence."""
@@ -131,7 +141,8 @@ class Sweep:
                 f"None of {len(self.comparisons)} settings made steps faster by {LEAST_GAIN:.0%} or more in every pair."
             )
         settings = ", ".join(f"{name}={value}" for name, value in self.kept.items())
-        return f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
+        text = f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
+        return f"{text} {self.doubt}" if self.doubt else text
 
 
 def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, threads: int) -> list[Candidate]:

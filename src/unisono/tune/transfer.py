@@ -153,7 +153,7 @@ def chosen_width(settings: Mapping[str, Any], proxy_width: int | None) -> int:
 
 def width_transfer(settings: Mapping[str, Any], proxy_width: int) -> WidthTransfer:
     """The transfer to the model of ``settings`` from its ``proxy_width``. Raises ConfigError if there is no such width."""
-    proxy = settings_of_width(settings, proxy_width)
+    proxy = settings_of_width(settings, proxy_width, "--proxy-width")
     full = {name: int(settings[name]) for name in proxy}
     base = {_BASE: proxy_width}
     return WidthTransfer(proxy={**proxy, **base}, full={**full, **base})
