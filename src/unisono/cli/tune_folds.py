@@ -46,7 +46,8 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     """Cross-validate: train once for each fold of data.train that is held out; mean and spread of a metric.
 
     Each sample is held out once, and a fold is evaluated whole unless train.num_eval_samples says otherwise. Of a task with
-    classes each fold has every class in its proportion. A command that was killed, or stopped by Ctrl-C, goes on where it was. Exit code 1: a fold has no value.
+    classes each fold has every class in its proportion. A command that was killed, or stopped by Ctrl-C, goes on where it was.
+    Exit code 1: a fold has no value.
     """
     from unisono.data.sample_losses import LOSSES_FILE
     from unisono.launch.job import refuse_inside_a_job
