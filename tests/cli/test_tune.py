@@ -381,7 +381,7 @@ def test_a_rank_of_a_trial_is_killed(desk: Desk, tmp_path: Path) -> None:
     process = started(desk, out, *arguments)
     first = out / "trials" / "0000"
     wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint", timeout_s=120.0)
-    launcher, *ranks = sorted(trainings(first))
+    _launcher, *ranks = sorted(trainings(first))
     assert len(ranks) >= 2
     os.kill(ranks[-1], signal.SIGKILL)
     assert process.wait(timeout=170) == 0
