@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from commands import Desk, events_of, losses_of, problem
+from little_memory import small_memory
 from procs import wait_until
 from report_pages import charts
 
+from unisono.doctor import child
 from unisono.observe.events import events_path
 from unisono.tune.space import read_space
 from unisono.tune.study import JOURNAL_FILE, Study, StudyOptions
@@ -335,6 +337,24 @@ def test_a_trial_out_of_memory_is_a_result(desk: Desk, tmp_path: Path) -> None:
     assert "CUDA out of memory" in first["reason"]
 
 
+@pytest.mark.full
+def test_a_trial_that_the_kernel_ends_for_lack_of_memory(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "own.py"
+    with small_memory(64) as members:
+        hoard = f"open({str(members)!r}, 'w').write(str(os.getpid())); [bytearray(b'x') * 2**20 for _ in range(400)]"
+        config.write_text(
+            OWN.replace(
+                'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")', hoard
+            ).replace("import numpy", "import os\n\nimport numpy")
+        )
+        settings = ["--set=train.steps=3", "--set=plan.global_batch=4", "--space=optim.lr=0.01,0.001", "--sampler=grid"]
+        done = desk.here("tune", "params", str(config), *settings, f"--out={tmp_path / 'search'}", "--json")
+    assert done.code == 0, done.err
+    first, second = done.json["trials"]
+    assert (first["outcome"], second["outcome"]) == ("out_of_memory", "done")
+    assert "most likely out of memory" in first["reason"]
+
+
 def test_a_killed_trial_is_made_on(desk: Desk, tmp_path: Path) -> None:
     out = tmp_path / "search"
     arguments = [LR, "--trials=1", "--set=train.steps=300", "--set=checkpoint.every_steps=20"]
@@ -350,6 +370,28 @@ def test_a_killed_trial_is_made_on(desk: Desk, tmp_path: Path) -> None:
     found = search(desk, out, *arguments)
     assert [trial["outcome"] for trial in found["trials"]] == ["done"]
     assert "resumed" in [event["kind"] for event in events_of(first)]
+
+
+@pytest.mark.full
+def test_a_rank_of_a_trial_is_killed(desk: Desk, tmp_path: Path) -> None:
+    """The trial goes on, and what is written for the best one trains again as it did, in one go."""
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=1", "--set=launch.num_processes=2", "--set=train.steps=200"]
+    arguments.append("--set=checkpoint.every_steps=20")
+    process = started(desk, out, *arguments)
+    first = out / "trials" / "0000"
+    wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint", timeout_s=120.0)
+    _launcher, *ranks = sorted(trainings(first))
+    assert len(ranks) >= 2
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert process.wait(timeout=170) == 0
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"]
+    assert "resumed" in [event["kind"] for event in events_of(first)]
+    again = desk.process("train", str(out / "best.toml"))
+    assert again.code == 0, again.err
+    assert len(losses_of(out / "best")) == 200
+    assert losses_of(out / "best")[-20:] == losses_of(first)[-20:]
 
 
 @pytest.mark.parametrize("budget", ["--max-s=0.5", "--max-device-s=0.5"])
@@ -479,6 +521,8 @@ def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = done.json
     assert (found["out"], found["report"]) == (str(out), str(out / "report.html"))
+    run = tomllib.loads((Path(found["trials"][0]["run_dir"]) / "config.toml").read_text())
+    assert run["train"]["num_eval_samples"] == 0  # each sample is held out, and evaluated
     values = list(found["values"].values())
     assert len(set(values)) == 3
     assert found["mean"] == pytest.approx(sum(values) / 3)
@@ -492,8 +536,16 @@ def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_setting_that_makes_steps_faster(desk: Desk, tmp_path: Path) -> None:
-    """A transform that sleeps: with two workers its time is hidden."""
+def test_a_setting_that_makes_steps_faster(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transform that sleeps: with two workers its time is hidden. The file that is written trains as the trainings did."""
+    train_child, losses = child.train_child, list[list[float]]()
+
+    def train(*given: Any, **options: Any) -> child.TrainOutcome:
+        outcome = train_child(*given, **options)
+        losses.append(outcome.losses())
+        return outcome
+
+    monkeypatch.setattr(child, "train_child", train)
     config = tmp_path / "own.py"
     config.write_text(SLEEPING)
     out = tmp_path / "system"
@@ -510,8 +562,10 @@ def test_a_setting_that_makes_steps_faster(desk: Desk, tmp_path: Path) -> None:
     assert overlay["plan"] == {"global_batch": 8}
     assert overlay["loader"]["num_workers"] in (2, 4)
     assert [path.name for path in out.iterdir() if path.name.startswith(".trainings")] == []
-    again = desk.here("train", str(out / "system.toml"), f"--set=run.dir={tmp_path / 'run'}", "--set=train.steps=2")
+    again = desk.here("train", str(out / "system.toml"), f"--set=run.dir={tmp_path / 'run'}", "--set=train.steps=30")
     assert again.code == 0, again.err
+    assert len(losses) >= 6
+    assert all(each == losses_of(tmp_path / "run") for each in losses)
 
 
 SLEEPING = """
@@ -545,4 +599,53 @@ def config():
             objective="mean_squared_error",
         )
     )
+"""
+
+
+def test_the_column_of_a_group_is_looked_up_first(desk: Desk, tmp_path: Path) -> None:
+    table, out = tmp_path / "table.csv", tmp_path / "folds"
+    table.write_text("user,price\n" + "".join(f"{i},{2 * i}\n" for i in range(30)))
+    settings = {"task.kind": "table", "task.predicts": "number", "task.target": "price", "data.train": table}
+    given = [f"--set={name}={value}" for name, value in settings.items()]
+    done = desk.here("tune", "folds", *given, "--group=usr", f"--out={out}")
+    assert done.code == 2
+    assert done.err == problem(
+        f"--group usr, and {table} without this column",
+        "all samples with one value of a column are held out together",
+        "nothing was started",
+        "did you mean 'user'?",
+    )
+    assert not out.exists()
+
+
+def test_all_combinations_are_tried_once(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    arguments = ["tune", "params", *desk.settings, "--space=optim.kind=adamw,sgd", f"--out={out}", "--trials=5"]
+    done = desk.here(*arguments)
+    assert done.code == 0, done.err
+    assert "all 2 combinations are tried\n" in done.out
+    assert "compared by at most 4 held-out samples; train.num_eval_samples=0 takes all\n" in done.out
+    found = desk.here(*arguments, "--json").json
+    assert sorted(trial["settings"]["optim.kind"] for trial in found["trials"]) == ["adamw", "sgd"]
+    assert (found["combinations"], found["num_eval_samples"]) == (2, 4)
+    assert "at most 4" in (out / "report.html").read_text()
+
+
+def test_why_a_trial_diverged(desk: Desk, tmp_path: Path) -> None:
+    """Its reason begins with what was not finite."""
+    config = tmp_path / "own.py"
+    config.write_text(OWN.replace("torch.nn.Linear(4, 1)", "Model(4, 1)").replace("LIMIT = 0.005", NAN))
+    settings = ["--set=train.steps=9", "--set=train.max_skips=2", "--set=plan.global_batch=4", "--space=optim.lr=0.01"]
+    settings += ["--space=optim.beta2=0.9,0.99", "--sampler=grid", "--trials=1"]
+    done = desk.here("tune", "params", str(config), *settings, f"--out={tmp_path / 'search'}")
+    assert done.code == 1, done.err
+    assert "trial 0: diverged; all 2 steps of the run were skipped, the last one with loss nan" in done.out
+
+
+NAN = """LIMIT = 1
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
 """

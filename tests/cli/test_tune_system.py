@@ -103,6 +103,24 @@ def test_half_of_the_threads_of_a_rank_are_tried(
     assert found == tried
 
 
+def test_the_value_of_the_configuration_is_no_candidate(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[dict[str, str]]()
+    monkeypatch.setattr(child, "train_child", trainings(calls))
+    command = ["tune", "system", *desk.settings, "--set=plan.micro_batch=2", "--pairs=1"]
+    done = desk.here(*command, f"--out={tmp_path / 'system'}", "--try=plan.micro_batch=2,4", "--json")
+    assert done.code == 0, done.err
+    assert [each["value"] for each in done.json["comparisons"]] == [4]
+    assert done.json["doubt"].startswith("Fewer than 3 pairs are no evidence for plan.micro_batch=4: ")
+    assert done.json["doubt"] in (tmp_path / "system" / "report.html").read_text()
+    three = desk.here(*command[:-1], f"--out={tmp_path / 'three'}", "--try=plan.micro_batch=4", "--json")
+    assert (three.json["kept"], three.json["doubt"]) == ({"plan.micro_batch": 4}, None)
+    own = desk.here(*command, f"--out={tmp_path / 'own'}", "--try=plan.micro_batch=2")
+    assert own.code == 2
+    assert own.err.startswith("unisono: --try plan.micro_batch=2, which the configuration has\n")
+
+
 @pytest.mark.parametrize("values", ["0.1..0.5", "log:1e-4..1e-2"])
 def test_a_range_without_steps_is_refused(desk: Desk, tmp_path: Path, values: str) -> None:
     out = tmp_path / "system"

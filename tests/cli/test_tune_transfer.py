@@ -126,11 +126,11 @@ def test_a_torch_scheduler_is_refused_before_the_first_trial(desk: Desk, tmp_pat
         (["--transfer=mup"], "--transfer mup without --proxy-width"),
         (["--proxy-width=16"], "--proxy-width 16 without --transfer"),
         (["--transfer=mup", "--proxy-width=64"], "narrower than the one that the result is for"),
-        (["--transfer=mup", "--proxy-width=24"], "a part of a head"),
+        (["--transfer=mup", "--proxy-width=24"], "such as --proxy-width 32"),
         (["--transfer=mup", "--proxy-width=16", "--set=optim.kind=lamb"], "optim.kind 'lamb'"),
         (["--transfer=mup", "--proxy-width=16", "--set=optim.kind=lars"], "optim.kind 'lars'"),
         (["--transfer=mup", "--proxy-width=16", "--set=model.num_experts=4"], "the router"),
-        (["--transfer=mup", "--proxy-width=16", "--set=components.model=moe"], "'moe'"),
+        (["--transfer=mup", "--proxy-width=16", "--set=components.model=moe"], "--transfer mup with the model moe"),
         (["--transfer=mup", "--proxy-width=16", "--set=plan.sync=dist_async"], "servers have one learning rate"),
     ],
 )
@@ -140,6 +140,18 @@ def test_a_transfer_that_is_refused(desk: Desk, tmp_path: Path, verb: str, argum
     done = tuned(desk, verb, out, *space, *arguments)
     assert done.code == 2
     assert words in json.dumps(done.json["problems"])
+    assert not out.exists()
+
+
+def test_a_transfer_of_another_model_is_refused(desk: Desk, tmp_path: Path) -> None:
+    """Before a setting of muP that the user has not given."""
+    table, out = tmp_path / "mail.csv", tmp_path / "search"
+    table.write_text("text,label\n" + "".join(f"word {i},{i % 2}\n" for i in range(30)))
+    settings = {"task.kind": "text", "task.target": "label", "data.train": table}
+    given = [f"--set={name}={value}" for name, value in settings.items()]
+    done = desk.here("tune", "params", *given, LR, "--transfer=mup", "--proxy-width=16", f"--out={out}")
+    assert done.code == 2
+    assert done.err.startswith("unisono: --transfer mup with the model bert\n  rule: muP is for the model gpt")
     assert not out.exists()
 
 

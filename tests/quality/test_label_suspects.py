@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from unisono.cli.data_labels import _labels_lines  # pyright: ignore[reportPrivateUsage]  # what the command prints
 from unisono.data.sample_losses import LossesOf, SampleLosses, describe_files, merge_losses, read_losses
 from unisono.errors import DataError
 from unisono.quality.labels.confident_learning import confident_suspects, loss_suspects
@@ -101,6 +102,17 @@ def test_losses_are_matched_with_rows_whatever_the_order_of_the_files(tmp_path: 
     assert "gives y 0.900, and x 0.100" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.parametrize(("loss", "is_near"), [(0.68, True), (0.3, False)])
+def test_models_that_know_nothing_are_told(tmp_path: Path, loss: float, is_near: bool) -> None:
+    paths, labels = data_set(tmp_path)
+    losses = losses_of(paths, labels, PROBABILITIES)
+    losses.loss[:] = loss
+    result = find(paths, tmp_path / "out", losses)
+    assert (result.mean_loss, result.chance_loss) == (pytest.approx(loss), pytest.approx(np.log(2)))
+    assert result.is_near_chance == is_near
+    assert any("hardly better than chance" in line for line in _labels_lines(result, tmp_path)) == is_near
+
+
 def test_losses_alone_rank_within_a_class(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     labels = ["x", "y"] * 20
@@ -110,6 +122,7 @@ def test_losses_alone_rank_within_a_class(tmp_path: Path) -> None:
     losses.loss[12] = 8.0
     result = find([path], tmp_path / "out", losses)
     assert (result.ranked_by, result.suspects, result.confusions) == ("losses", 1, ())
+    assert (result.chance_loss, result.is_near_chance) == (None, False)
     (line,) = (tmp_path / "out" / "suspects.jsonl").read_text().splitlines()
     assert json.loads(line)["row"] == 12
 

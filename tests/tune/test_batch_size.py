@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.tune.batch_size import Probe, batch_verdict, find_largest, write_batch_page
+from unisono.tune.batch_size import BatchRecord, Probe, batch_verdict, find_largest, write_batch
 
 
 class Memory:
@@ -63,7 +63,7 @@ def test_not_even_one_sample() -> None:
 def test_the_page(tmp_path: Path) -> None:
     found = find_largest(Memory(1000).probe, max_micro_batch=1024, share=48, on_host=False)
     assert (found.largest, found.proposed) == (88, 48)
-    write_batch_page(tmp_path / "report.html", found)
+    write_batch(tmp_path, BatchRecord(identity={}, probes=list(found.probes)), found)
     assert "The largest micro-batch that fits is 88." in (tmp_path / "report.html").read_text()
     assert batch_verdict(find_largest(Memory(1000).probe, max_micro_batch=16, share=48, on_host=False)).startswith(
         "The largest micro-batch that was tried fits: 16."

@@ -20,7 +20,7 @@ from unisono.tune.study import TrialRecord
 
 @given(st.integers(2, 500), st.integers(2, 20))
 def test_each_sample_is_held_out_once(size: int, num_folds: int) -> None:
-    frac = float(fold_settings(num_folds)[0].partition("=")[2])
+    frac = float(fold_settings(num_folds, whole=True)[0].partition("=")[2])
     if size * frac < 1 - 1e-9:
         with pytest.raises(DataError):
             random_fold(size, frac, 1)

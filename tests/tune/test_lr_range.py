@@ -32,7 +32,18 @@ def test_the_steepest_fall_is_found_where_it_is() -> None:
 def test_a_loss_that_does_not_rise() -> None:
     found = analyze_range(rates(), [curve(rate, rise=1e9) for rate in rates()])
     assert found.diverged_lr is None
-    assert "did not rise up to 1" in range_verdict(found)
+    assert found.worse_lr is None
+    assert range_verdict(found).endswith("up to 1 the running mean of the loss did not rise by twice its fall.")
+
+
+def test_single_losses_that_rose_before_the_running_mean() -> None:
+    """It lags: what is said of it is not said of the losses."""
+    losses = [2.9 - 0.01 * index for index in range(97)] + [3.4, 2.0, 3.8]
+    found = analyze_range(rates(), losses)
+    assert (found.diverged_lr, found.worse_lr) == (None, rates()[99])
+    assert range_verdict(found).endswith(
+        "did not rise by twice its fall; from 1 on each single loss was above the first one."
+    )
 
 
 def test_a_loss_that_only_rises() -> None:

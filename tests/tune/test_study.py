@@ -151,6 +151,31 @@ def test_a_grid_is_tried_whole_and_once(tmp_path: Path) -> None:
     assert [tuple(trial.settings.values()) for trial in trials] == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_no_combination_is_tried_twice(tmp_path: Path, sampler: str) -> None:
+    """Whether one process makes all trials, or each a process of its own."""
+    space, chosen = ("a=1..3", "b=x,y,z,w"), list[list[tuple[str, ...]]]()
+    for name, is_reopened in (("one", False), ("many", True)):
+        search = study(tmp_path / name, *space, sampler=sampler)
+        values: list[tuple[str, ...]] = []
+        for number in range(12):
+            search = study(tmp_path / name, *space, sampler=sampler) if is_reopened else search
+            trial = begun(search, 20)
+            values.append(tuple(trial.settings.values()))
+            search.finish(trial, "done", float(number))
+        assert search.take_trial(20) is None
+        chosen.append(values)
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) == 12
+    assert chosen[0] != sorted(chosen[0])
+
+
+def test_a_combination_that_another_process_tries(tmp_path: Path) -> None:
+    first, second = (study(tmp_path, "a=x,y", sampler="random") for _ in range(2))
+    assert {begun(first).settings["a"], begun(second).settings["a"]} == {"x", "y"}
+    assert first.take_trial(None) is None
+
+
 def test_lack_of_memory_is_a_result(tmp_path: Path) -> None:
     search = study(tmp_path)
     search.finish(begun(search), "out_of_memory", reason="out of memory")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import ConfigError
+from unisono.tune.folder import read_record
 from unisono.tune.system import (
     RECORD_FILE,
     Candidate,
@@ -21,10 +22,13 @@ from unisono.tune.system import (
     SweepRecord,
     candidates_of,
     micro_batch_candidates,
-    read_record,
     sweep,
     write_sweep,
 )
+
+
+def record_of(folder: Path, identity: Mapping[str, Any]) -> SweepRecord:
+    return read_record(folder / RECORD_FILE, SweepRecord, identity, "sweep")
 
 
 @dataclass
@@ -140,7 +144,7 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
 
     whole = sweep(trainings(seconds), candidates, pairs=2, on_comparison=lambda comparison: None)
     assert whole.kept == {"a": 2, "b": True}
-    record = read_record(tmp_path, {"steps": 30})
+    record = record_of(tmp_path, {"steps": 30})
     numbers = itertools.count(1)
     made: list[str] = []
 
@@ -156,7 +160,7 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
 
     num_interrupts = 0
     while True:
-        record = read_record(tmp_path, {"steps": 30})
+        record = record_of(tmp_path, {"steps": 30})
         try:
             found = sweep(train, candidates, pairs=2, on_comparison=on_comparison, made=tuple(record.comparisons))
         except KeyboardInterrupt:
@@ -167,22 +171,22 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
     assert made == ["a", "b", "c"]
     assert found.kept == whole.kept
     assert [each.value for each in found.comparisons] == [2, True, [1]]
-    assert read_record(tmp_path, {"steps": 30}).comparisons == list(found.comparisons)
+    assert record_of(tmp_path, {"steps": 30}).comparisons == list(found.comparisons)
 
 
 def test_a_record_of_another_sweep(tmp_path: Path) -> None:
     found, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
     write_sweep(tmp_path, "", recorded(found), {})
-    record = read_record(tmp_path, {"steps": 30})
+    record = record_of(tmp_path, {"steps": 30})
     assert (record.micro_batch, record.accumulation) == (4, 2)
     with pytest.raises(ConfigError, match=r"steps 31 for the sweep in .*, which began with 30"):
-        read_record(tmp_path, {"steps": 31})
+        record_of(tmp_path, {"steps": 31})
     with pytest.raises(ConfigError, match=r"optim\.lr 0\.1 for the sweep in .*, which began with None"):
-        read_record(tmp_path, {"steps": 30, "optim.lr": 0.1})
+        record_of(tmp_path, {"steps": 30, "optim.lr": 0.1})
     for content in (b"", b"{}", b'{"identity": {}, "comparisons": [{}]}', b"[" * 5000):
         (tmp_path / RECORD_FILE).write_bytes(content)
         with pytest.raises(ConfigError, match="which is no record of a sweep"):
-            read_record(tmp_path, {"steps": 30})
+            record_of(tmp_path, {"steps": 30})
         assert (tmp_path / RECORD_FILE).read_bytes() == content
 
 

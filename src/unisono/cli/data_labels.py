@@ -105,6 +105,11 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     ]
     if result.ranked_by:
         lines.append(f"{result.suspects:,} suspects among {result.evaluated:,} documents with a loss")
+    if result.is_near_chance:
+        lines.append(
+            f"warning: the models are hardly better than chance (mean loss {result.mean_loss:.3g}, of chance "
+            f"{result.chance_loss:.3g}): what they contradict says little; train the folds longer"
+        )
     lines += [
         printable(f"     {count:,} {label}, likely {suggested}")
         for label, suggested, count in result.confusions[:_SHOWN]

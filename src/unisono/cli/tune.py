@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from unisono.cli.common import FiniteRange, common_options, load_run_config, print_result, takes_config, train_arguments
+from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
 from unisono.cli.tune_system import system
 from unisono.cli.tune_transfer import read_transfer, transfer_options, with_check
-from unisono.cli.tune_trials import check_searched, identity_of, require_new, run_trials, unused_run_dir
+from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
 from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
@@ -22,10 +24,14 @@ from unisono.sanitize import printable
 from unisono.storage.directory import make_folder
 
 if TYPE_CHECKING:
+    from unisono.config import Resolved
+    from unisono.train.config import RunConfig
     from unisono.tune.batch_size import Probe
     from unisono.tune.space import Space
     from unisono.tune.study import Study, StudyOptions
     from unisono.tune.transfer import WidthTransfer
+
+_NUM_EVAL_SAMPLES: Final = "train.num_eval_samples"
 
 
 @click.group("tune")
@@ -134,11 +140,11 @@ def params(
                 chosen.metric,
                 budget,
                 options["parallel"],
-                write=lambda: _write(out, searched, chosen, study, transfer),
+                write=lambda: _write(out, searched, chosen, study, resolved, transfer),
                 as_json=as_json,
             )
     finally:
-        result, lines = _write(out, searched, chosen, study, transfer)
+        result, lines = _write(out, searched, chosen, study, resolved, transfer)
     print_result(as_json, result, lines)
     if result["best"] is None or (transfer is not None and not transfer.holds):
         raise SystemExit(1)
@@ -171,6 +177,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     --transfer a coordinate check comes first; exit code 1: it says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
+    from unisono.tune.folder import require_empty
     from unisono.tune.lr_range import range_settings, range_verdict, run_range_test, write_range_page
     from unisono.tune.transfer import CHECK_FOLDER
 
@@ -183,7 +190,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
             consequence="nothing was started",
             nearest=f"--low {options['high']:g} --high {options['low']:g}",
         )
-    require_new(folder / "run", out)
+    require_empty(folder)
     files = [os.path.abspath(path) for path in config]
     transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], folder.absolute() / "run")
     settings = {
@@ -194,7 +201,6 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     texts = [*overrides, *narrow, *(f"{name}={toml_value(value)}" for name, value in settings.items())]
     load_run_config(files, texts, is_shown=True)
     if transfer is not None:
-        require_new(folder / CHECK_FOLDER, out)
         make_folder(folder)
         transfer = with_check(transfer, folder, files, overrides, as_json=as_json)
     result: dict[str, Any] = {"out": out, "transfer": None if transfer is None else transfer.to_json()}
@@ -222,7 +228,12 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
 
 @command.command("batch")
 @takes_config
-@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder for the page; a new one.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False),
+    help="Folder for the page; goes on where it has trainings.",
+)
 @click.option(
     "--max-micro-batch",
     default=1024,
@@ -234,51 +245,83 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
 def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, max_micro_batch: int, as_json: bool) -> None:
     """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
 
-    Doubles the micro-batch until it does not fit, then bisects. A running job is not touched.
+    Doubles the micro-batch until it does not fit, then bisects. A running job is not touched. A command that was killed, or
+    stopped by Ctrl-C, goes on behind its last training.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.launch.resources import count_accelerators
-    from unisono.tune.batch_size import batch_verdict, data_ranks, find_largest, probe_size, write_batch_page
+    from unisono.storage.folder_lock import FolderLock
+    from unisono.tune.batch_size import (
+        PAGE_FILE,
+        RECORD_FILE,
+        BatchRecord,
+        batch_verdict,
+        data_ranks,
+        find_largest,
+        probe_size,
+        write_batch,
+    )
+    from unisono.tune.folder import read_record, require_own
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
-    require_new(folder / "trials", out)
     files = [os.path.abspath(path) for path in config]
+    trials = folder / "trials"
     resolved = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
     ranks = resolved.value.launch.num_processes or max(1, count_accelerators())
     arguments = train_arguments(files, overrides)
-
-    def try_size(size: int) -> Probe:
-        probe = probe_size(folder / "trials" / str(size), arguments, size, ranks, settings=resolved.encoded)
-        if not as_json:
-            memory = f", {probe.peak_bytes / 2**30:.3g} GiB" if probe.peak_bytes else ""
-            speed = f", {probe.samples_per_s:.4g} samples/s" if probe.samples_per_s else ""
-            echo(printable(f"{size}: {f'fits{memory}{speed}' if probe.fits else f'does not fit: {probe.reason}'}"))
-        return probe
-
-    with sigterm_interrupts():
-        first = try_size(1)
-        share = resolved.value.plan.global_batch // data_ranks(folder / "trials" / "1")
-        found = find_largest(
-            lambda size: first if size == 1 else try_size(size),
-            max_micro_batch=max_micro_batch,
-            share=max(1, share),
-            on_host=count_accelerators() == 0,
+    require_own(folder, RECORD_FILE, (".lock",))
+    make_folder(folder)
+    lock = FolderLock(folder / ".lock", work="tries sizes", nearest="wait for its end, or another folder (--out)")
+    try:
+        record = read_record(
+            folder / RECORD_FILE, BatchRecord, identity_of(resolved), "search of the largest micro-batch"
         )
-    write_batch_page(folder / "report.html", found)
+        made = {probe.micro_batch: probe for probe in record.probes}
+
+        def try_size(size: int) -> Probe:
+            if size in made:
+                return made[size]
+            shutil.rmtree(trials / str(size), ignore_errors=True)  # of one that was killed
+            probe = probe_size(trials / str(size), arguments, size, ranks, settings=resolved.encoded)
+            made[size] = probe
+            record.probes.append(probe)
+            write_batch(folder, record)
+            if not as_json:
+                memory = f", {probe.peak_bytes / 2**30:.3g} GiB" if probe.peak_bytes else ""
+                speed = f", {probe.samples_per_s:.4g} samples/s" if probe.samples_per_s else ""
+                echo(printable(f"{size}: {f'fits{memory}{speed}' if probe.fits else f'does not fit: {probe.reason}'}"))
+            return probe
+
+        with resumable(Path(out)):
+            try_size(1)
+            found = find_largest(
+                try_size,
+                max_micro_batch=max_micro_batch,
+                share=max(1, resolved.value.plan.global_batch // data_ranks(trials / "1")),
+                on_host=count_accelerators() == 0,
+            )
+        write_batch(folder, record, found)
+    finally:
+        lock.close()
     print_result(
         as_json,
-        {"out": out, "report": str(folder / "report.html"), **found.to_json()},
+        {"out": out, "report": str(folder / PAGE_FILE), **found.to_json()},
         [
             batch_verdict(found),
             f"unisono train … --set plan.micro_batch={found.proposed}, which divides the global batch",
-            f"report: {Path(out) / 'report.html'}",
+            f"report: {Path(out) / PAGE_FILE}",
         ],
     )
 
 
 def _write(
-    out: Path, space: Space, chosen: StudyOptions, study: Study, transfer: WidthTransfer | None
+    out: Path,
+    space: Space,
+    chosen: StudyOptions,
+    study: Study,
+    resolved: Resolved[RunConfig],
+    transfer: WidthTransfer | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the report and the file of the best trial.
 
@@ -287,6 +330,7 @@ def _write(
         space: The settings that are searched.
         chosen: How it chooses.
         study: Its trials.
+        resolved: The configuration of its trials.
         transfer: The widths, if the result is for a wider model.
 
     Returns:
@@ -294,17 +338,27 @@ def _write(
     """
     from unisono.tune.best import BEST_FILE, write_best
     from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page
+    from unisono.tune.space import num_combinations
 
     records, best = study.records(), study.best()
     importances = study.importances()
-    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer)
+    samples = 0
+    if chosen.metric.startswith("eval/") and _NUM_EVAL_SAMPLES not in space:
+        samples = resolved.value.train.num_eval_samples
+    write_search_page(out / REPORT_FILE, space, chosen, records, best, importances, transfer, num_eval_samples=samples)
     lines = [verdict(chosen, best)]
     if transfer is not None:
         lines.append(transfer.verdict())
+    if samples:
+        lines.append(f"compared by at most {samples} held-out samples; {_NUM_EVAL_SAMPLES}=0 takes all")
+    if (size := num_combinations(space)) is not None and size <= sum(record.outcome != "running" for record in records):
+        lines.append(f"all {size} combinations are tried")
     result: dict[str, Any] = {
         "out": str(out),
         "report": str(out / REPORT_FILE),
         "metric": chosen.metric,
+        "num_eval_samples": samples or None,
+        "combinations": size,
         "trials": [record.to_json() for record in records],
         "importances": importances,
         "transfer": None if transfer is None else transfer.to_json(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,10 @@ from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
 from unisono.config.values import toml_value
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
+    from unisono.config import Resolved
     from unisono.train.config import RunConfig
     from unisono.tune.folds import CrossValidation
     from unisono.tune.study import TrialRecord
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each fold of data.train that is held out; mean and spread of a metric.
 
-    Each sample is held out once. Of a task with classes each fold has every class in its proportion. A command that was killed,
-    or stopped by Ctrl-C, goes on where it was. Exit code 1: a fold has no value.
+    Each sample is held out once, and a fold is evaluated whole unless train.num_eval_samples says otherwise. Of a task with
+    classes each fold has every class in its proportion. A command that was killed, or stopped by Ctrl-C, goes on where it was.
+    Exit code 1: a fold has no value.
     """
+    from unisono.data.sample_losses import LOSSES_FILE
     from unisono.launch.job import refuse_inside_a_job
-    from unisono.tune.fold_losses import LOSSES_FILE, write_fold_losses
+    from unisono.tune.fold_losses import write_fold_losses
     from unisono.tune.folds import FOLD, cross_validation, fold_settings, folds_space, write_folds_page
     from unisono.tune.search import Budget
     from unisono.tune.study import Study, StudyOptions
@@ -65,10 +67,13 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
             consequence="nothing was started",
             nearest="--folds, and neither of them",
         )
-    split = _split_setting(files, overrides, options["group"], folder)
-    settings = [*overrides, *fold_settings(num_folds), *split]
+    given = load_run_config(files, [*overrides, f"run.dir={unused_run_dir(folder)}"], is_shown=True)
+    whole = given.origins["train.num_eval_samples"] == "default"
+    settings = [*overrides, *fold_settings(num_folds, whole=whole), *_split_setting(given, options["group"])]
     resolved = check_searched(files, settings, checked, folder)
     _refuse_token_shards(resolved.value)
+    if options["group"] is not None:
+        _check_group(resolved.value, options["group"])
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
     study = Study(folder.absolute(), space, chosen, identity_of(resolved))
 
@@ -113,7 +118,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         raise SystemExit(1)
 
 
-def _split_setting(files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path) -> list[str]:
+def _split_setting(given: Resolved[RunConfig], group: str | None) -> list[str]:
     """``data.eval_split`` as ``--set`` takes it, if the configuration does not give it: by ``--group``, else by class.
 
     Raises:
@@ -122,9 +127,7 @@ def _split_setting(files: Sequence[str], overrides: Sequence[str], group: str | 
     from unisono.data.options import EVAL_GROUP, EVAL_STRATIFIED
     from unisono.tasks.options import PREDICTORS
 
-    place = f"run.dir={unused_run_dir(folder)}"
-    resolved = load_run_config(files, [*overrides, place], is_shown=True)
-    config, is_given = resolved.value, resolved.origins["data.eval_split"] != "default"
+    config, is_given = given.value, given.origins["data.eval_split"] != "default"
     if is_given and group is not None:
         raise ConfigError(
             given=f"--group {group} with data.eval_split={config.data.eval_split}",
@@ -136,6 +139,22 @@ def _split_setting(files: Sequence[str], overrides: Sequence[str], group: str | 
         return [f"data.eval_split={toml_value(EVAL_GROUP + group)}"]
     has_classes = config.task.kind in PREDICTORS and config.task.predicts == "class"
     return [f"data.eval_split={EVAL_STRATIFIED}"] if has_classes and not is_given and config.data.train else []
+
+
+def _check_group(config: RunConfig, group: str) -> None:
+    """Raise ConfigError for a column that the first sample of ``data.train`` does not have; DataError if it cannot be read."""
+    from unisono.tasks.sources import first_sample
+
+    if not config.data.train:
+        return
+    columns = list(first_sample(config.data, config.task))
+    if group not in columns:
+        raise ConfigError(
+            given=f"--group {group}, and {config.data.train} without this column",
+            rule="all samples with one value of a column are held out together",
+            consequence="nothing was started",
+            nearest=nearest_name(group, columns),
+        )
 
 
 def _refuse_token_shards(config: RunConfig) -> None:

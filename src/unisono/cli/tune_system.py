@@ -37,7 +37,13 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
     type=click.Path(file_okay=False),
     help="Folder for the page and the overlay; goes on where it has comparisons.",
 )
-@click.option("--try", "tries", multiple=True, metavar="NAME=A,B", help="Try these values, and none but those given.")
+@click.option(
+    "--try",
+    "tries",
+    multiple=True,
+    metavar="NAME=A,B",
+    help="Try these values, where CONFIG has another one, and no others.",
+)
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(min=12), help="Steps of a training.")
 @click.option(
     "--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting."
@@ -53,7 +59,16 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     from unisono.doctor.short_run import QUIET, set_arguments
     from unisono.launch.job import refuse_inside_a_job
     from unisono.storage.folder_lock import FolderLock
-    from unisono.tune.system import PAGE_FILE, Sweep, micro_batch_candidates, read_record, sweep, write_sweep
+    from unisono.tune.folder import read_record, require_own
+    from unisono.tune.system import (
+        PAGE_FILE,
+        RECORD_FILE,
+        Sweep,
+        SweepRecord,
+        micro_batch_candidates,
+        sweep,
+        write_sweep,
+    )
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
@@ -75,16 +90,19 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
     given = train_arguments(files, overrides)
     numbers = count(1)
+    require_own(folder, RECORD_FILE, (".lock",))
     make_folder(folder)
     lock = FolderLock(folder / ".lock", work="tries settings", nearest="wait for its end, or another folder (--out)")
     try:
         record = read_record(
-            folder,
+            folder / RECORD_FILE,
+            SweepRecord,
             {
                 **identity_of(resolved),
                 "--try": options["tries"],
                 **{f"--{name}": options[name] for name in ("steps", "pairs")},
             },
+            "sweep",
         )
         shutil.rmtree(trainings, ignore_errors=True)
         make_folder(trainings, may_be_link=False)
@@ -132,7 +150,7 @@ def _candidates(resolved: Resolved[RunConfig], tries: Sequence[str]) -> list[Can
     """What is tried: the values of ``--try``, or without it those that depend on no training.
 
     Raises:
-        ConfigError: A range of ``--try`` has no steps.
+        ConfigError: A range of ``--try`` has no steps, or it has no other values than the configuration's own.
     """
     from unisono.launch.resources import count_accelerators, divide_host
     from unisono.tune.space import Range, read_space
@@ -153,4 +171,12 @@ def _candidates(resolved: Resolved[RunConfig], tries: Sequence[str]) -> list[Can
                 nearest=f"--try {name}={','.join(map(parameter.value_text, (parameter.low, parameter.high)))}",
             )
         candidates += [Candidate(name=name, value=literal(text)) for text in texts]
-    return candidates
+    others = [each for each in candidates if each.value != resolved.encoded.get(each.name)]
+    if not others:
+        raise ConfigError(
+            given=f"--try {' --try '.join(tries)}, which the configuration has",
+            rule="a value is compared with that of the configuration",
+            consequence="nothing was started",
+            nearest="another value",
+        )
+    return others

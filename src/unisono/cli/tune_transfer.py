@@ -15,6 +15,7 @@ from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
+    from unisono.train.config import RunConfig
     from unisono.tune.transfer import WidthTransfer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,9 +62,29 @@ def read_transfer(
             )
         return None
     place = f"run.dir={run_dir}"
-    width = chosen_width(load_run_config(files, [*overrides, place], is_shown=True).encoded, proxy_width)
+    given = load_run_config(files, [*overrides, place], is_shown=True)
+    _require_gpt(given.value)
+    width = chosen_width(given.encoded, proxy_width)
+    width_transfer(given.encoded, width)  # before the wide model has a setting that the user did not give
     wide = load_run_config(files, [*overrides, place, f"model.mup_base_dim={width}"], is_shown=True)
     return width_transfer(wide.encoded, width)
+
+
+def _require_gpt(config: RunConfig) -> None:
+    """Raise ConfigError for a built-in model that muP does not cover."""
+    from unisono.tasks.model_names import MODELS, default_model
+    from unisono.train.config import AUTO
+
+    model = config.components.model
+    name = default_model(config.task.kind) if model == AUTO else model
+    name = config.model.pretrained or name
+    if name != "gpt" and (config.model.pretrained or (isinstance(name, str) and name in MODELS)):
+        raise ConfigError(
+            given=f"--transfer mup with the model {name}",
+            rule="muP is for the model gpt, whose parts have known factors by width",
+            consequence="nothing was started",
+            nearest="without --transfer the settings are searched at the width of the model itself",
+        )
 
 
 def with_check(

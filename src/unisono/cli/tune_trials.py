@@ -24,17 +24,6 @@ def unused_run_dir(out: Path) -> Path:
     return out.absolute() / "trials" / "none"
 
 
-def require_new(path: Path, out: str) -> None:
-    """Raise ConfigError where an earlier command has written there."""
-    if path.exists():
-        raise ConfigError(
-            given=f"--out {out}, where {path} exists",
-            rule="this command begins anew, in a folder of its own",
-            consequence="nothing was started",
-            nearest="another folder, or remove that one",
-        )
-
-
 def run_trials(
     study: Study,
     out: Path,

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
+
 from unisono.diagnose.ending import read_ending
 from unisono.doctor.child import train_child
 from unisono.doctor.short_run import QUIET, set_arguments
@@ -28,6 +30,8 @@ from unisono.storage.limits import MAX_PLAN_BYTES
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import EVENTS_FOLDER, PLAN_FILE
 
+RECORD_FILE: Final = "report.json"
+PAGE_FILE: Final = "report.html"
 _STEPS: Final = 12  # enough for a median step without the first ones
 _TIMEOUT_S: Final = 1800.0
 _ROOM_FRAC: Final = 0.95  # of the memory; a size that is expected to need more is taken as one that does not fit
@@ -82,6 +86,18 @@ class LargestBatch:
         """The same as JSON types."""
         rest = {name: getattr(self, name) for name in ("largest", "hit_memory_limit", "proposed", "fastest")}
         return {**rest, "probes": [probe.to_json() for probe in self.probes]}
+
+
+class BatchRecord(msgspec.Struct, kw_only=True):
+    """What the folder of a search for the largest micro-batch has of it.
+
+    Attributes:
+        identity: The configuration; JSON types.
+        probes: Those made so far, in order.
+    """
+
+    identity: dict[str, Any]
+    probes: list[Probe] = msgspec.field(default_factory=list[Probe])
 
 
 def find_largest(try_size: Callable[[int], Probe], *, max_micro_batch: int, share: int, on_host: bool) -> LargestBatch:
@@ -215,9 +231,15 @@ def data_ranks(run_dir: Path) -> int:
     return 1
 
 
-def write_batch_page(path: Path, found: LargestBatch) -> None:
-    """Write the memory of the sizes that were tried as an HTML page; an older one is replaced atomically."""
-    fitting = sorted((probe for probe in found.probes if probe.fits), key=lambda probe: probe.micro_batch)
+def write_batch(folder: Path, record: BatchRecord, found: LargestBatch | None = None) -> None:
+    """Write the memory of the sizes that were tried as an HTML page, and the record; atomically.
+
+    Args:
+        folder: Of the search.
+        record: What was tried.
+        found: The result; None before the end.
+    """
+    fitting = sorted((probe for probe in record.probes if probe.fits), key=lambda probe: probe.micro_batch)
     sizes = [probe.micro_batch for probe in fitting]
     memory = [None if probe.peak_bytes is None else probe.peak_bytes / _GIB for probe in fitting]
     limits = [None if probe.limit_bytes is None else probe.limit_bytes / _GIB for probe in fitting]
@@ -246,7 +268,7 @@ def write_batch_page(path: Path, found: LargestBatch) -> None:
             "" if probe.samples_per_s is None else f"{probe.samples_per_s:.4g}",
             probe.reason,
         ]
-        for probe in found.probes
+        for probe in record.probes
     ]
     table = Table(head=["micro-batch", "fits", "peak of a rank", "samples per s", "why not"], rows=rows)
     section = Section(title="Memory and speed", charts=charts, tables=[table], in_grid=True)
@@ -254,11 +276,15 @@ def write_batch_page(path: Path, found: LargestBatch) -> None:
         SUMMARY,
         charts,
         title="Largest micro-batch",
-        verdict=batch_verdict(found),
-        figures=[Figure("largest that fits", str(found.largest)), Figure("trainings", str(len(found.probes)))],
+        verdict="The search has not ended." if found is None else batch_verdict(found),
+        figures=[
+            Figure("largest that fits", str(max(sizes, default=0))),
+            Figure("trainings", str(len(record.probes))),
+        ],
         sections=[section],
     )
-    write_atomically(path, page.encode())
+    write_atomically(folder / PAGE_FILE, page.encode())
+    write_atomically(folder / RECORD_FILE, msgspec.json.encode(record) + b"\n")
 
 
 def batch_verdict(found: LargestBatch) -> str:

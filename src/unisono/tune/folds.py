@@ -73,9 +73,9 @@ def folds_space(num_folds: int) -> Space:
     return {FOLD: Range(low=0, high=num_folds - 1, step=1, is_integer=True)}
 
 
-def fold_settings(num_folds: int) -> list[str]:
-    """Settings of every training."""
-    return [f"data.eval_frac={1 / num_folds!r}"]
+def fold_settings(num_folds: int, *, whole: bool) -> list[str]:
+    """Settings of every training; ``whole``: all samples of the fold that is held out are evaluated."""
+    return [f"data.eval_frac={1 / num_folds!r}", *(["train.num_eval_samples=0"] if whole else [])]
 
 
 def cross_validation(metric: str, num_folds: int, records: Sequence[TrialRecord]) -> CrossValidation:

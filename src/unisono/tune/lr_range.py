@@ -39,7 +39,8 @@ class RangeTest:
         smoothed: Running mean of the losses, without the bias of its start.
         suggested_lr: The rate at which the smoothed loss fell fastest against the rate's logarithm; None if it never fell.
         min_loss_lr: The rate with the smallest smoothed loss.
-        diverged_lr: The rate at which the test ended because the loss rose; None if it did not.
+        diverged_lr: The rate at which the test ended because the smoothed loss rose; None if it did not.
+        worse_lr: The rate from which on each single loss was above the first one; None if the last one is not.
     """
 
     lrs: Sequence[float]
@@ -48,6 +49,7 @@ class RangeTest:
     suggested_lr: float | None
     min_loss_lr: float
     diverged_lr: float | None
+    worse_lr: float | None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
@@ -134,7 +136,17 @@ def analyze_range(lrs: Sequence[float], losses: Sequence[float]) -> RangeTest:
         suggested_lr=lrs[steepest] if steepest is not None and falls else None,
         min_loss_lr=lrs[smallest],
         diverged_lr=lrs[-1] if _rises(losses) else None,
+        worse_lr=_worse_lr(lrs, losses),
     )
+
+
+def _worse_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
+    found: float | None = None
+    for rate, loss in zip(reversed(lrs), reversed(losses), strict=True):
+        if math.isfinite(loss) and loss <= losses[0]:
+            break
+        found = rate
+    return found
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
@@ -195,10 +207,12 @@ def write_range_page(path: Path, found: RangeTest, transfer: WidthTransfer | Non
             {"x": at, "y": 1, "yref": "paper", "text": "steepest", "showarrow": False, "xanchor": "left"}
         ]
     figures = [Figure("steepest fall", _rate(found.suggested_lr)), Figure("smallest loss", _rate(found.min_loss_lr))]
-    figures.append(Figure("loss rose at", _rate(found.diverged_lr)))
+    figures.append(Figure("running mean rose at", _rate(found.diverged_lr)))
+    figures.append(Figure("each loss above the first from", _rate(found.worse_lr)))
     section = Section(
         title="Loss by learning rate",
-        note="One training whose learning rate rises at every step. The running mean lags behind the loss.",
+        note="One training whose learning rate rises at every step. The running mean lags behind the loss. It has risen "
+        "where it is above its smallest value by twice what it had fallen before.",
         charts=[{"id": "range", "data": data, "layout": layout}],
     )
     if transfer is not None:
@@ -219,8 +233,14 @@ def range_verdict(found: RangeTest) -> str:
     if found.suggested_lr is None:
         return "The loss never fell: begin lower, or look at the data and the model."
     if found.diverged_lr is None:
-        return f"Try a learning rate of {found.suggested_lr:.2g}; the loss did not rise up to {found.lrs[-1]:.2g}."
-    return f"Try a learning rate of {found.suggested_lr:.2g}; from {found.diverged_lr:.2g} on the loss rises."
+        singles = (
+            "" if found.worse_lr is None else f"; from {found.worse_lr:.2g} on each single loss was above the first one"
+        )
+        return (
+            f"Try a learning rate of {found.suggested_lr:.2g}; up to {found.lrs[-1]:.2g} the running mean of the loss did not "
+            f"rise by twice its fall{singles}."
+        )
+    return f"Try a learning rate of {found.suggested_lr:.2g}; at {found.diverged_lr:.2g} the running mean of the loss had risen."
 
 
 def _rate(rate: float | None) -> str:

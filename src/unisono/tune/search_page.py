@@ -35,6 +35,8 @@ def write_search_page(
     best: TrialRecord | None,
     importances: Mapping[str, float],
     transfer: WidthTransfer | None = None,
+    *,
+    num_eval_samples: int = 0,
 ) -> None:
     """Write the page of a search to ``path``; an older one is replaced atomically.
 
@@ -46,6 +48,7 @@ def write_search_page(
         best: The one with the best value; None if none is done.
         importances: Share of each setting in how the better trials differ from the others.
         transfer: The widths, if the result is for a wider model than that of the trials.
+        num_eval_samples: Samples by which trials are compared, at most; 0: all, or not the same ones in each.
     """
     done = [record for record in records if record.outcome == "done" and record.value is not None]
     sections = [
@@ -65,7 +68,11 @@ def write_search_page(
         [chart for section in sections for chart in section.charts],
         title=f"Search {printable(path.absolute().parent.name)}",
         verdict=printable(verdict(options, best)),
-        figures=[*_figures(records), *([] if transfer is None else transfer.figures())],
+        figures=[
+            *_figures(records),
+            *_eval_figures(num_eval_samples),
+            *([] if transfer is None else transfer.figures()),
+        ],
         sections=sections,
     )
     write_atomically(path, page.encode())
@@ -94,6 +101,10 @@ def _figures(records: Sequence[TrialRecord]) -> Iterator[Figure]:
         if record.from_configuration and record.value is not None:
             yield Figure("with the configuration's values", f"{record.value:.6g}")
     yield Figure("time of all trials", duration(sum(record.took_s for record in records)))
+
+
+def _eval_figures(num_eval_samples: int) -> list[Figure]:
+    return [Figure("held-out samples compared", f"at most {num_eval_samples}")] if num_eval_samples else []
 
 
 def _by_trial(options: StudyOptions, done: Sequence[TrialRecord]) -> Section | None:

@@ -22,7 +22,7 @@ from unisono.errors import ConfigError
 
 _LOG: Final = "log:"
 _RANGE: Final = ".."
-_MAX_VALUES: Final = 1_000_000  # of a grid
+MAX_VALUES: Final = 1_000_000  # of a grid
 _EXAMPLES: Final = "optim.lr=log:1e-4..1e-2, model.num_layers=2..8/2, optim.kind=adamw,lamb"
 
 
@@ -236,6 +236,12 @@ def settings_within(space: Space, values: Mapping[str, Any]) -> dict[str, str] |
     return found if len(found) == len(space) else None
 
 
+def num_combinations(space: Space) -> int | None:
+    """Number of combinations of all values; None where a range has no step."""
+    counts = [parameter.num_values() for parameter in space.values()]
+    return None if None in counts else math.prod(count for count in counts if count is not None)
+
+
 def grid_size(space: Space) -> int:
     """Number of combinations of all values. Raises ConfigError for a range without a step, and for too many combinations."""
     size = 1
@@ -247,8 +253,8 @@ def grid_size(space: Space) -> int:
                 "a grid needs a list, an integer range or a range with a step; a logarithmic range has no step",
             )
         size *= count
-        if size > _MAX_VALUES:
-            raise _wrong(f"a grid of {size} combinations or more", f"a grid has at most {_MAX_VALUES}")
+        if size > MAX_VALUES:
+            raise _wrong(f"a grid of {size} combinations or more", f"a grid has at most {MAX_VALUES}")
     return size
 
 

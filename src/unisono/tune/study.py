@@ -8,22 +8,22 @@ settings: they are then sampled as before (``_choose``).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import xxhash
 
 from unisono.errors import ConfigError, missing_extra
 from unisono.storage.directory import make_folder
-from unisono.storage.files import file_lock
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.ownership import untrusted_reason
-from unisono.tune.space import Choice, Space, grid
+from unisono.tune.folder import exclusive_lock, require_own
+from unisono.tune.journal import damaged, drop_torn_line
+from unisono.tune.space import MAX_VALUES, Choice, Space, grid, num_combinations
 
 if TYPE_CHECKING:
     import optuna
@@ -33,6 +33,8 @@ TRIALS_FOLDER: Final = "trials"
 _JOURNAL_LOCK_FILE: Final = ".journal.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
+_RESAMPLES: Final = 20  # draws of one of a finite number of combinations, until one is new
+_MAX_LEFT: Final = 1000  # combinations of which one is chosen where no draw was new
 _IDENTITY: Final = "identity"
 _FIXED: Final = "fixed_params"  # where Optuna keeps the values of a trial that was enqueued
 _FROM_CONFIG: Final = "from_configuration"
@@ -41,6 +43,10 @@ _UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
 # names of metrics that are better the larger they are, without what follows a colon
 _LARGER_IS_BETTER: Final = frozenset({"accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman"})
+# what Optuna raises for a journal that it did not write
+_UNREADABLE: Final = (
+    *(ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, IndexError, OverflowError),
+)
 Outcome = Literal["done", "pruned", "out_of_memory", "diverged", "failed"]
 
 
@@ -140,7 +146,8 @@ class Study:
 
     Raises:
         ExtraError: Optuna is not installed.
-        ConfigError: The folder has another search, or a journal that is damaged or that another user can have written.
+        ConfigError: The folder has another search, files of others, or a journal that is damaged or that another user can have
+            written; or its file system has no locks.
     """
 
     def __init__(
@@ -155,7 +162,11 @@ class Study:
         self._optuna = _optuna()
         from optuna.storages.journal import JournalFileBackend
 
+        require_own(folder, JOURNAL_FILE, (TRIALS_FOLDER, _JOURNAL_LOCK_FILE))
         self._folder, self._space, self._options, self._first = folder, space, options, first
+        self._size = num_combinations(space)
+        if self._size is not None and self._size > MAX_VALUES:
+            self._size = None  # so many that hardly one comes twice
         make_folder(folder / TRIALS_FOLDER)
         journal = folder / JOURNAL_FILE
         if reason := untrusted_reason(journal):
@@ -169,20 +180,17 @@ class Study:
             # no other process writes: this one holds the journal lock
             backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _NoLock()))
             try:
-                self._study: optuna.Study = self._optuna.create_study(
-                    storage=self._optuna.storages.JournalStorage(backend),
-                    study_name=_NAME,
-                    direction="maximize" if options.maximize else "minimize",
-                    load_if_exists=True,
-                    pruner=self._pruner(),
-                )
-            except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-                raise ConfigError(
-                    given=f"{journal}, which cannot be read: {error!r}",
-                    rule="a search goes on from Optuna's journal",
-                    consequence="nothing was started, and the file is as it was",
-                    nearest="a copy of the file from before it was changed; another folder (--out) begins a new search",
-                ) from error
+                storage, pruner = self._optuna.storages.JournalStorage(backend), self._pruner()
+                self._study: optuna.Study
+                if journal.stat().st_size:  # create_study would add a line
+                    self._study = self._optuna.load_study(storage=storage, study_name=_NAME, pruner=pruner)
+                else:
+                    direction = "maximize" if options.maximize else "minimize"
+                    self._study = self._optuna.create_study(
+                        storage=storage, study_name=_NAME, direction=direction, pruner=pruner
+                    )
+            except _UNREADABLE as error:
+                raise damaged(journal, repr(error)) from error
             self._check_identity(
                 {
                     **identity,
@@ -190,6 +198,7 @@ class Study:
                     **{name: getattr(options, name) for name in ("metric", "maximize", "sampler", "seed")},
                 }
             )
+            self._records()  # before a trial is started
 
     def take_trial(self, max_trials: int | None) -> Trial | None:
         """Take a trial: one that was left unfinished, else a new one. None if there is none to take.
@@ -213,18 +222,46 @@ class Study:
             return self._taken(trial, lock)
 
     def _enqueue(self, number: int) -> bool:
-        """Have a new trial wait whose settings are known: of a grid, or the first one. False if a grid has no further one."""
+        """Have a new trial wait whose settings are known: of a grid, the first one, or one of a finite number of combinations.
+        False if there is no further one."""
         if self._options.sampler == "grid":
             settings = next(islice(grid(self._space), number, None), None)
-            if settings is None:
-                return False
-        elif number or self._first is None:
+        elif number == 0 and self._first is not None:
+            settings = self._first
+        elif self._size is None:
             return True
         else:
-            settings = self._first
+            settings = self._untried(number)
+        if settings is None:
+            return False
         values = {name: self._value(name, text) for name, text in settings.items()}
         self._study.enqueue_trial(values, user_attrs={_FROM_CONFIG: True} if settings is self._first else None)
         return True
+
+    def _untried(self, number: int) -> dict[str, str] | None:
+        """A combination that no trial has, as the sampler draws it: a second training of the same settings tells nothing. None if
+        all are tried."""
+        tried = {tuple(self._known_settings(frozen).items()) for frozen in self._study.get_trials(deepcopy=False)}
+        if self._size is not None and len(tried) >= self._size:
+            return None
+        new = self._optuna.trial.create_trial(state=self._optuna.trial.TrialState.RUNNING)
+        for attempt in range(_RESAMPLES):
+            sampler = self._sampler(_trial_seed(self._options.seed, number, attempt))
+            drawn = {
+                name: sampler.sample_independent(self._study, new, name, self._distribution(name))
+                for name in self._space
+            }
+            if tuple((settings := self._settings(drawn)).items()) not in tried:
+                return settings
+        combinations = (
+            self._settings({name: self._value(name, each[name]) for name in each}) for each in grid(self._space)
+        )
+        left = list(islice((each for each in combinations if tuple(each.items()) not in tried), _MAX_LEFT))
+        return left[_trial_seed(self._options.seed, number, _RESAMPLES) % len(left)] if left else None
+
+    def _known_settings(self, frozen: Any) -> dict[str, str]:
+        """Settings of a trial, also of one that was killed before it had them all."""
+        return self._settings({**frozen.system_attrs.get(_FIXED, {}), **frozen.params})
 
     def report(self, trial: Trial, values: Sequence[tuple[int, float]]) -> bool:
         """Add values of the metric by step; whether the trial should be ended because others were better."""
@@ -263,7 +300,7 @@ class Study:
         """Add to the time of a trial, for ``ranks`` processes: while it runs, so that other processes see it, and at its end."""
         with self._journal_lock():
             for name, more_s in (("took_s", seconds), ("device_s", seconds * ranks)):
-                before_s = float(trial.optuna_trial.user_attrs.get(name, 0.0))
+                before_s = self._number(trial, trial.optuna_trial.user_attrs, name) or 0.0
                 trial.optuna_trial.set_user_attr(name, before_s + more_s)
 
     def release(self, trial: Trial) -> None:
@@ -274,7 +311,13 @@ class Study:
     def records(self) -> list[TrialRecord]:
         """All trials, by number."""
         with self._journal_lock():
+            return self._records()
+
+    def _records(self) -> list[TrialRecord]:
+        try:
             return [self._record(frozen) for frozen in self._study.get_trials(deepcopy=False)]
+        except _UNREADABLE as error:
+            raise damaged(self._folder / JOURNAL_FILE, repr(error)) from error
 
     def best(self) -> TrialRecord | None:
         """The trial with the best value; the first of several. None if none is done."""
@@ -339,21 +382,45 @@ class Study:
         suggest(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
 
     def _record(self, frozen: Any) -> TrialRecord:
+        """A trial of the journal. Raises ConfigError where a value is of another kind than a search writes."""
         attributes: Mapping[str, Any] = frozen.user_attrs
-        value = attributes.get("value")
+        outcome: Any = "running"
+        if frozen.state.is_finished():  # else a process that was killed at its end left it to be ended once more
+            outcome = attributes.get("outcome")
+            if outcome not in get_args(Outcome):
+                raise self._damaged(
+                    frozen, f"outcome is {outcome!r:.80}, and should be one of {', '.join(get_args(Outcome))}"
+                )
+        value = self._number(frozen, attributes, "value")
+        if outcome == "done" and (value is None or list(frozen.values or ()) != [value]):
+            raise self._damaged(
+                frozen, f"it is done with value {value} and {frozen.values!r:.80}, which should be the same"
+            )
+        curve = {step: self._number(frozen, frozen.intermediate_values, step) for step in frozen.intermediate_values}
         return TrialRecord(
             number=frozen.number,
             settings=self._settings(frozen.params),
-            # a process that was killed at its end left it to be ended once more
-            outcome=attributes.get("outcome", "running") if frozen.state.is_finished() else "running",
-            value=None if value is None else float(value),
-            took_s=float(attributes.get("took_s", 0.0)),
-            device_s=float(attributes.get("device_s", 0.0)),
+            outcome=outcome,
+            value=value,
+            took_s=self._number(frozen, attributes, "took_s") or 0.0,
+            device_s=self._number(frozen, attributes, "device_s") or 0.0,
             reason=str(attributes.get("reason", "")),
             run_dir=self._run_dir(frozen.number),
-            curve=dict(frozen.intermediate_values),
+            curve={step: known for step, known in curve.items() if known is not None},
             from_configuration=bool(attributes.get(_FROM_CONFIG, False)),
         )
+
+    def _number(self, frozen: Any, values: Mapping[Any, Any], name: str | int) -> float | None:
+        """A number that the journal has of a trial; None if it has none. Raises ConfigError if it is not finite, or no number."""
+        value = values.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+        ):
+            raise self._damaged(frozen, f"{name} is {value!r:.80}, and should be a finite number")
+        return None if value is None else float(value)
+
+    def _damaged(self, frozen: Any, reason: str) -> ConfigError:
+        return damaged(self._folder / JOURNAL_FILE, f"trial {frozen.number}: {reason}")
 
     def _run_dir(self, number: int) -> Path:
         return self._folder / TRIALS_FOLDER / f"{number:04}"
@@ -413,8 +480,8 @@ class Study:
 
     @contextmanager
     def _journal_lock(self) -> Generator[None]:
-        with file_lock(self._folder / _JOURNAL_LOCK_FILE):
-            _drop_torn_line(self._folder / JOURNAL_FILE)
+        with exclusive_lock(self._folder / _JOURNAL_LOCK_FILE):
+            drop_torn_line(self._folder / JOURNAL_FILE)
             yield
 
     def _lock_path(self, number: int) -> Path:
@@ -431,9 +498,10 @@ class Study:
         self._lock_path(trial.number).unlink(missing_ok=True)
 
 
-def _trial_seed(seed: int, number: int) -> int:
-    """A seed of 32 bits for one trial; searches with neighbouring seeds have none in common, but by chance."""
-    return xxhash.xxh32_intdigest(f"{seed} {number}".encode())
+def _trial_seed(seed: int, number: int, attempt: int = 0) -> int:
+    """A seed of 32 bits for one trial, or for another draw of its settings; searches with neighbouring seeds have none in common
+    but by chance."""
+    return xxhash.xxh32_intdigest(f"{seed} {number}{f' {attempt}' if attempt else ''}".encode())
 
 
 class _NoLock:
@@ -445,21 +513,6 @@ class _NoLock:
 
     def release(self) -> None:
         """See Optuna."""
-
-
-def _drop_torn_line(journal: Path) -> None:
-    """Drop the last line where a killed process or a full disk left it without an end."""
-    try:
-        fd = os.open(journal, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    with open(fd, "rb+") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return
-        file.seek(-1, os.SEEK_END)
-        if file.read() != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _optuna() -> Any:

@@ -26,9 +26,9 @@ from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
-from unisono.storage.ownership import read_own_json
 
 LEAST_GAIN: Final = 0.02  # of the time of a sample; less is not worth a setting
+FEWEST_PAIRS: Final = 3  # of noise alone half of the pairs are faster: three of three by chance once in eight times
 _HOPELESS: Final = 1.15  # after one pair that was so much slower, no other is made
 OVERLAY_FILE: Final = "system.toml"
 RECORD_FILE: Final = "report.json"
@@ -120,10 +120,19 @@ class Sweep:
                 product /= comparison.ratio
         return product
 
+    @property
+    def doubt(self) -> str:
+        """Why what was kept may not be faster, in a sentence; empty if enough pairs say so."""
+        doubted = {each.name: each.value for each in self.comparisons if each.kept and each.pairs < FEWEST_PAIRS}
+        if not doubted:
+            return ""
+        settings = ", ".join(f"{name}={value}" for name, value in doubted.items())
+        return f"Fewer than {FEWEST_PAIRS} pairs are no evidence for {settings}: the noise of the machine alone can do that."
+
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
         comparisons = [comparison.to_json() for comparison in self.comparisons]
-        return {"kept": self.kept, "speedup": self.speedup, "comparisons": comparisons}
+        return {"kept": self.kept, "speedup": self.speedup, "doubt": self.doubt or None, "comparisons": comparisons}
 
     def verdict(self) -> str:
         """What was found, in a sentence."""
@@ -132,7 +141,8 @@ class Sweep:
                 f"None of {len(self.comparisons)} settings made steps faster by {LEAST_GAIN:.0%} or more in every pair."
             )
         settings = ", ".join(f"{name}={value}" for name, value in self.kept.items())
-        return f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
+        text = f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
+        return f"{text} {self.doubt}" if self.doubt else text
 
 
 def candidates_of(settings: Mapping[str, Any], *, has_accelerator: bool, threads: int) -> list[Candidate]:
@@ -249,42 +259,6 @@ def _sample_s(outcome: TrainOutcome) -> float | None:
     """Seconds of a sample; None where it is not known."""
     step_s, samples = outcome.step_s(), outcome.samples()
     return None if outcome.code != 0 or step_s is None or not samples else step_s / samples
-
-
-def read_record(folder: Path, identity: Mapping[str, Any]) -> SweepRecord:
-    """The record of the sweep in ``folder``; a new one where it has none.
-
-    Args:
-        folder: Of the sweep.
-        identity: What makes it this sweep; JSON types.
-
-    Raises:
-        ConfigError: The folder has the record of another sweep, or one that is damaged or that another user can have written.
-    """
-    path = folder / RECORD_FILE
-    given: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
-    if not path.exists():
-        return SweepRecord(identity=given)
-    try:
-        record: SweepRecord = read_own_json(path, msgspec.json.Decoder(SweepRecord).decode)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            given=f"{path}, which is no record of a sweep: {error}",
-            rule="a sweep goes on from the comparisons in its record",
-            consequence="nothing was started, and the file is as it was",
-            nearest="another folder (--out) begins a new sweep",
-        ) from error
-    known = record.identity
-    differing = [name for name in {**known, **given} if known.get(name) != given.get(name)]
-    if differing:
-        name = differing[0]
-        raise ConfigError(
-            given=f"{name} {given.get(name)} for the sweep in {folder}, which began with {known.get(name)}",
-            rule="the comparisons of a sweep are of one configuration",
-            consequence="nothing was started",
-            nearest="the same command as before goes on; another folder (--out) begins a new sweep",
-        )
-    return record
 
 
 def write_sweep(folder: Path, base: str, record: SweepRecord, own: Mapping[str, Any]) -> Path | None:

@@ -20,8 +20,8 @@ from unisono.doctor.child import run_child
 from unisono.errors import ConfigError, Problem
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
-from unisono.storage.files import file_lock
 from unisono.tune.coordinates import JSON_FILE, CoordinateCheck, read_coordinates
+from unisono.tune.folder import exclusive_lock
 from unisono.tune.width import settings_of_width
 
 CHECK_FOLDER: Final = "coordinates"  # in the folder of the search
@@ -153,7 +153,7 @@ def chosen_width(settings: Mapping[str, Any], proxy_width: int | None) -> int:
 
 def width_transfer(settings: Mapping[str, Any], proxy_width: int) -> WidthTransfer:
     """The transfer to the model of ``settings`` from its ``proxy_width``. Raises ConfigError if there is no such width."""
-    proxy = settings_of_width(settings, proxy_width)
+    proxy = settings_of_width(settings, proxy_width, "--proxy-width")
     full = {name: int(settings[name]) for name in proxy}
     base = {_BASE: proxy_width}
     return WidthTransfer(proxy={**proxy, **base}, full={**full, **base})
@@ -191,7 +191,7 @@ def check_coordinates(folder: Path, arguments: Sequence[str], transfer: WidthTra
         ConfigError: It failed, or the folder has another one.
         OSError: The folder cannot be written.
     """
-    with file_lock(folder.with_name(f".{folder.name}.lock")):  # of processes that share a search, the others wait
+    with exclusive_lock(folder.with_name(f".{folder.name}.lock")):  # of processes that share a search, the others wait
         if not (folder / JSON_FILE).exists():
             widths = ",".join(map(str, transfer.check_widths))
             chosen = [f"--set={_BASE}={transfer.proxy_width}", f"--widths={widths}", f"--out={folder}"]

@@ -126,7 +126,7 @@ class TrialRun:
         with self.output_path.open("rb") as output:
             reason = error_paragraph(end_of_output(output, self.run_dir)) or f"it ended with exit code {code}"
         kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged"}
-        return RunEnd(kind=kinds.get(ending.kind if ending is not None else "", "failed"), reason=reason)
+        return RunEnd(kind=kinds.get(ending.kind if ending is not None else "", "failed"), reason=_error_first(reason))
 
     def ask_to_stop(self) -> None:
         """Ask it to save and end."""
@@ -143,6 +143,12 @@ class TrialRun:
         """End it at once."""
         kill_group(self._process)
         self._reaper.forget(self._process.pid)
+
+
+def _error_first(reason: str) -> str:
+    """An error with what the launcher saw of its rank behind it: where only one line is shown, it is that of the error."""
+    seen, _, error = reason.partition("\n")
+    return f"{error}\n{seen}" if error and seen.startswith("attempt ") else reason
 
 
 class MetricFollower:

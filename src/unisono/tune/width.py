@@ -10,12 +10,13 @@ from unisono.errors import ConfigError
 WIDTH_SETTINGS = ("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
 
 
-def settings_of_width(settings: Mapping[str, Any], width: int) -> dict[str, int]:
+def settings_of_width(settings: Mapping[str, Any], width: int, option: str = "") -> dict[str, int]:
     """``WIDTH_SETTINGS`` of the model of ``settings`` at another ``model.dim``.
 
     Args:
         settings: Values of a configuration by dotted name.
         width: The other ``model.dim``.
+        option: The option of the command line that gives it, for an error.
 
     Raises:
         ConfigError: There is no such model of this width.
@@ -28,7 +29,8 @@ def settings_of_width(settings: Mapping[str, Any], width: int) -> dict[str, int]
             given=f"width {width} of a model of dim {dim}, num_kv_heads {kv_heads} and ffn_dim {ffn_dim}",
             rule="heads have one width, and heads and feed-forward layer are in proportion to dim",
             consequence="there is no such model, and nothing was started",
-            nearest=f"a multiple of {unit}, such as {nearest}" + (", and ffn_dim=0" if ffn_dim else ""),
+            nearest=f"a multiple of {unit}, such as {f'{option} {nearest}'.strip()}"
+            + (", and ffn_dim=0" if ffn_dim else ""),
         )
     return {name: int(settings[name]) * width // dim for name in WIDTH_SETTINGS}
 

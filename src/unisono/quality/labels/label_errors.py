@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from unisono.storage.json_lines import write_json_lines
 CONFLICTS_FILE: Final = "conflicts.jsonl"
 SUSPECTS_FILE: Final = "suspects.jsonl"
 MOST: Final = 200  # conflicts, and suspects, that the page shows
+_NEAR_CHANCE: Final = 0.9
 _MEMBERS: Final = 8  # documents of a conflict that the page shows
 
 
@@ -48,6 +50,8 @@ class LabelsResult:
         num_capped: Texts or images with more candidates of other labels than the limit, so some pairs were not compared.
         ranked_by: ``probabilities``, ``losses``, or empty without either.
         evaluated: Documents that have a loss.
+        mean_loss: Of these, by models that did not train on them; None without losses.
+        chance_loss: The loss of models that know nothing, for which all labels are alike; None unless there are probabilities.
         suspects: Of these, documents whose label is likely wrong.
         confusions: Suspects by label and suggested label: ``[label, suggested, count]``, the most common first.
         options: What counted as the same document.
@@ -63,9 +67,20 @@ class LabelsResult:
     num_capped: int
     ranked_by: str
     evaluated: int
+    mean_loss: float | None
+    chance_loss: float | None
     suspects: int
     confusions: tuple[tuple[str, str, int], ...]
     options: DuplicateOptions
+
+    @property
+    def is_near_chance(self) -> bool:
+        """Whether the models hardly know more than the number of labels: what they contradict is not likely wrong then."""
+        return (
+            self.mean_loss is not None
+            and self.chance_loss is not None
+            and self.mean_loss > _NEAR_CHANCE * self.chance_loss
+        )
 
 
 def find_label_errors(
@@ -148,6 +163,8 @@ def find_label_errors(
             num_capped=num_capped,
             ranked_by=suspects.ranked_by,
             evaluated=suspects.evaluated,
+            mean_loss=suspects.mean_loss if suspects.evaluated else None,
+            chance_loss=math.log(len(labels.counts())) if suspects.ranked_by == "probabilities" else None,
             suspects=len(suspects),
             confusions=_confusions(suspects, labels),
             options=options,

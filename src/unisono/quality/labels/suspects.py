@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ class LabelSuspects:
         other: Probability of the suggested label; likewise.
         loss: Their losses, float64 [suspects].
         fold: The parts that were held out with them, int64 [suspects].
+        mean_loss: Of all documents that have one; NaN without any.
         typical: Of each label the documents whose label models that did not train on them are surest of.
     """
 
@@ -47,6 +49,7 @@ class LabelSuspects:
     other: NDArray[np.float64]
     loss: NDArray[np.float64]
     fold: NDArray[np.int64]
+    mean_loss: float
     typical: Mapping[int, Sequence[int]]
 
     def __len__(self) -> int:
@@ -65,6 +68,7 @@ NO_SUSPECTS: Final = LabelSuspects(
     other=_NO_VALUES,
     loss=_NO_VALUES,
     fold=_NO_NUMBERS,
+    mean_loss=math.nan,
     typical={},
 )
 
@@ -127,6 +131,7 @@ def find_suspects(
         other=other,
         loss=losses.loss[ranked.row],
         fold=losses.fold[ranked.row],
+        mean_loss=float(losses.loss.mean()) if len(losses.loss) else math.nan,
         typical=typical,
     )
 
