@@ -70,14 +70,14 @@ def test_code_that_reads_values_is_refused(desk: Desk) -> None:
     Path(desk.folder / "own.py").write_text(
         """
 import torch
-from unisono.train.config import Model, RunConfig
+from unisono.train.config import Components, RunConfig
 
 def objective(outputs, batch):
-    losses = outputs["logits"].float().sum()
+    losses = outputs[0].float().sum()
     return (losses if losses.item() > 0 else -losses), torch.tensor(1.0)
 
 def config():
-    return RunConfig(components=Model(objective=objective))
+    return RunConfig(components=Components(objective=objective))
 """
     )
     shown = desk.here("train", "own.py", "--trust-python", "--dry-run")

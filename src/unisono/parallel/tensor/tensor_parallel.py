@@ -19,7 +19,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-import torch
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -92,7 +92,7 @@ def _replica_groups(matched: list[RuleMatch], dims: ParallelDims) -> dict[int, P
     ]
     sizes = {tp // min(tp, attribute_value(rule_match, name)) for rule_match, name in pairs if name}
     # the ranks along tp are neighbours
-    ranks = {str(n): torch.arange(dims.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
+    ranks = {str(n): np.arange(dims.plan.mesh.world_size).reshape(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
     groups = {int(n): group for n, group in dims.world.groups(ranks).items()} if ranks else {}
     return {**groups, tp: dims.group("tp")}
 
