@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.common import print_result
@@ -22,31 +20,16 @@ _GIB = 2**30
 def dry_run(resolved: Resolved[RunConfig], processes: int | None, ranks: Sequence[int], *, as_json: bool) -> None:
     """Trace ``ranks`` of a job of ``processes`` (by default one of each pipeline stage), and print their memory."""
     from unisono.device.torch_adapters import adapter_of
-    from unisono.dist import JobSpec, World
-    from unisono.observe.events import EventLog
     from unisono.observe.host_memory import host_memory_limit_bytes
-    from unisono.train.build import build_data, build_trainer, resolve_run
-    from unisono.train.setup import resolve_plan
+    from unisono.parallel.device import find_device
+    from unisono.planner.run_trace import open_trace
 
-    world = World.alone(JobSpec())
-    resolved = resolve_run(resolved, world)
     config = resolved.value
-    config = replace(
-        config,
-        plan=replace(config.plan, compile="off"),
-        run=replace(config.run, resume="never"),
-        loader=replace(config.loader, num_workers=0),
-    )
-    device, plan = resolve_plan(config.plan, JobSpec(world_size=processes or _processes(config)))
+    with open_trace(resolved) as trace:
+        plan, traced = trace(config.plan, processes or _processes(config), ranks)
+    device = find_device(plan.mesh.device, 0)
     memory = adapter_of(device)[0].memory(device.index or 0)
     limit = host_memory_limit_bytes() if memory is None else memory.limit_bytes
-    with (
-        TemporaryDirectory(prefix="unisono-dry-run-") as folder,
-        EventLog(Path(folder) / "events.jsonl", rank=0, run_id="dry-run", attempt=1) as events,
-    ):
-        data = build_data(config)
-        trainer = build_trainer(config, data, plan, world=world, events=events, provenance={}, builds_early=False)
-        traced = trainer.dry_run(plan.mesh.world_size, ranks)
     print_result(as_json, _as_json(plan, traced, limit), _lines(plan, traced, str(device), limit))
 
 

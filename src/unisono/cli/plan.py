@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config
+from unisono.cli.plan_fit import fit
 from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
 from unisono.storage.run_folder import PLAN_FILE
@@ -26,7 +27,7 @@ _PROCESSES = click.option(
 
 @click.group("plan")
 def command() -> None:
-    """Show, check, compare, write strategy files. FILE may be the folder of a run."""
+    """Show, check, compare, write strategy files; find a plan that fits. FILE may be the folder of a run."""
 
 
 @command.command("show")
@@ -117,6 +118,9 @@ def compare(a: str, b: str, as_json: bool) -> None:
     lines = [f"{name}: {mine} -> {theirs}" for name, (mine, theirs) in differences.items()]
     print_result(as_json, {"differences": rows}, lines)
     raise SystemExit(1 if differences else 0)
+
+
+command.add_command(fit)
 
 
 def _load(file: str, processes: int | None = None) -> Plan:

@@ -1,0 +1,135 @@
+"""The first plan that fits into a memory limit, on a ladder of measures that each cost more time than the one before.
+
+    precision      bf16 in place of fp32, where the device computes it natively
+    micro-batch    one sample at a time, with more accumulation: the batch of a step stays
+    recompute      selective, then full: activations are computed again in the backward pass
+    sharding       parameters, gradients and optimizer state spread over all data ranks (ZeRO 3)
+    tensor         each layer spread over 2, 4, 8, … ranks
+    offload        activations of blocks in host memory; accelerators only
+
+Each rung keeps the settings of the rungs before it. The first that fits is then given back the largest micro-batch that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unisono.errors import ConfigError, PlanError
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.planner.run_trace import Trace
+from unisono.train.dry_run import RankMemory
+
+MAX_TENSOR_RANKS = 8  # of one host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A plan that was tried.
+
+    Attributes:
+        measure: What it does that the rung before did not.
+        settings: Settings of the plan that differ from the configuration, by name.
+        plan: The plan; None where the settings make no legal one.
+        largest: The rank that holds the most; None where nothing was traced.
+        refused: Why nothing was traced.
+    """
+
+    measure: str
+    settings: Mapping[str, Any]
+    plan: Plan | None = None
+    largest: RankMemory | None = None
+    refused: str = ""
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether no rank holds more than ``budget_bytes``."""
+        return self.largest is not None and self.largest.peak.bytes <= budget_bytes
+
+
+@dataclass(slots=True)
+class Ladder:
+    """A walk up the ladder.
+
+    Attributes:
+        trace: Traces a plan (``run_trace.open_trace``).
+        options: Options of the plan as configured.
+        num_ranks: Ranks of the job.
+        budget_bytes: Bytes that the tensors of a rank may take.
+        native_bf16: Whether the device computes bf16 natively.
+        tried: Called with each rung once it is traced.
+        rungs: All that were tried.
+    """
+
+    trace: Trace
+    options: PlanOptions
+    num_ranks: int
+    budget_bytes: int
+    native_bf16: bool
+    tried: Callable[[Rung], None]
+    rungs: list[Rung] = field(default_factory=list[Rung])
+
+    def climb(self) -> Rung | None:
+        """The rung that fits, with the largest micro-batch that does; None if none fits. Raises PlanError if the configured
+        plan is not legal.
+        """
+        first = self._try("as configured", {})
+        if first.plan is None:
+            raise PlanError(
+                given=f"the configured plan on {self.num_ranks} ranks: {first.refused}",
+                rule="the ladder begins at a legal plan",
+                consequence="nothing was traced",
+                nearest="unisono plan export, which names all that is wrong",
+            )
+        if first.fits(self.budget_bytes):
+            return first
+        configured, settings = first.plan.batch.micro_batch, dict[str, Any]()
+        for measure, more in self._measures(first.plan):
+            rung = self._try(measure, {**settings, **more})
+            if rung.largest is None:
+                continue  # such as tp=8 for six heads: the next one builds upon the rung before
+            settings |= more
+            if rung.fits(self.budget_bytes):
+                return self._with_larger_micro_batch(rung, configured)
+        return None
+
+    def _measures(self, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+        if plan.precision.compute == "fp32" and self.native_bf16:
+            yield "bf16", {"precision": "bf16"}
+        if plan.batch.micro_batch > 1:
+            yield "micro-batch of 1", {"micro_batch": 1}
+        if plan.recompute.mode == "none":
+            yield "selective recompute", {"recompute": "selective"}
+        if plan.recompute.mode != "full":
+            yield "full recompute", {"recompute": "full"}
+        data_ranks = self.num_ranks // (plan.mesh.pp * plan.mesh.cp * plan.mesh.tp)
+        if plan.mesh.dp_shard < data_ranks or (plan.mesh.dp_shard > 1 and plan.fsdp.zero < 3):
+            yield "states over all data ranks", {"dp_shard": 0, "zero": 3}
+        ranks = 2 * plan.mesh.tp
+        while ranks <= MAX_TENSOR_RANKS and self.num_ranks % (ranks * plan.mesh.pp * plan.mesh.cp) == 0:
+            yield f"layers over {ranks} ranks", {"tp": ranks}
+            ranks *= 2
+        if plan.mesh.device != "cpu" and not plan.recompute.offload:
+            yield "activations in host memory", {"offload": True}
+
+    def _with_larger_micro_batch(self, rung: Rung, configured: int) -> Rung:
+        """``rung`` with the largest power of two as micro-batch, below the configured one, that fits."""
+        best, size = rung, 2
+        while "micro_batch" in rung.settings and size < configured:
+            larger = self._try(f"micro-batch of {size}", {**rung.settings, "micro_batch": size})
+            if not larger.fits(self.budget_bytes):
+                break
+            best, size = larger, 2 * size
+        return best
+
+    def _try(self, measure: str, settings: Mapping[str, Any]) -> Rung:
+        rung = Rung(measure=measure, settings=settings)
+        try:
+            plan, traced = self.trace(replace(self.options, **settings), self.num_ranks, ())
+            rung = replace(rung, plan=plan, largest=max(traced, key=lambda rank: rank.peak.bytes))
+        except (PlanError, ConfigError) as error:
+            rung = replace(rung, refused=error.problems[0].given)
+        self.rungs.append(rung)
+        self.tried(rung)
+        return rung

@@ -1,0 +1,95 @@
+"""``unisono plan fit``: the ladder of measures, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+from commands import Desk
+
+from unisono.parallel.device import computes_bf16, find_device
+
+SMALL = ("model.dim=32", "model.num_heads=4", "data.seq_len=64", "plan.global_batch=8", "plan.precision=fp32")
+GIB = 2**30
+
+
+def fit(desk: Desk, *arguments: str, settings: tuple[str, ...] = (), code: int = 0):
+    outcome = desk.here("plan", "fit", "--json", *arguments, *(f"--set={setting}" for setting in (*SMALL, *settings)))
+    assert outcome.code == code, outcome.err or outcome.out
+    return json.loads(outcome.out)
+
+
+def peaks(found: dict) -> list[int]:
+    return [rung["peak_bytes"] for rung in found["rungs"] if "peak_bytes" in rung]
+
+
+def test_what_fits_stays_as_it_is(desk: Desk) -> None:
+    found = fit(desk)
+    assert found["fits"]
+    assert found["settings"] == {}
+    assert len(found["rungs"]) == 1
+
+
+def test_the_first_rung_that_fits_gets_the_largest_micro_batch_that_does(desk: Desk) -> None:
+    most = peaks(fit(desk))[0]
+    found = fit(desk, f"--memory-gib={0.5 * most / GIB}", "--apply=fit.toml")
+    assert found["fits"]
+    size = found["settings"]["plan.micro_batch"]
+    last = {rung["settings"].get("micro_batch"): rung["peak_bytes"] for rung in found["rungs"]}
+    assert last[size] <= found["budget_bytes"] < last.get(2 * size, most)
+    measures = [rung["measure"] for rung in found["rungs"]]
+    assert ("bf16" in measures) == computes_bf16(find_device("cpu", 0))
+    assert "selective recompute" not in measures
+    assert tomllib.loads((desk.folder / "fit.toml").read_text()) == {
+        "plan": {name.removeprefix("plan."): value for name, value in found["settings"].items()}
+    }
+    trained = desk.here("train", "fit.toml", "--dry-run", "--json", *(f"--set={setting}" for setting in SMALL[:-1]))
+    if "plan.precision" in found["settings"]:
+        assert json.loads(trained.out)["ranks"][0]["peak_bytes"] == last[size]
+
+
+def test_ranks_share_states_and_layers_when_nothing_else_helps(desk: Desk) -> None:
+    found = fit(desk, "--processes=4", "--memory-gib=0.0000001", code=1)
+    assert not found["fits"]
+    measures = [rung["measure"] for rung in found["rungs"]]
+    assert measures[-5:] == [
+        "selective recompute",
+        "full recompute",
+        "states over all data ranks",
+        "layers over 2 ranks",
+        "layers over 4 ranks",
+    ]
+    assert found["rungs"][-1]["settings"] == {
+        **({"precision": "bf16"} if "bf16" in measures else {}),
+        "micro_batch": 1,
+        "recompute": "full",
+        "dp_shard": 0,
+        "zero": 3,
+        "tp": 4,
+    }
+    assert min(peaks(found)) < peaks(found)[0]
+
+
+def test_a_rung_that_is_no_plan_is_passed_over_with_its_reason(desk: Desk) -> None:
+    settings = ("model.num_heads=3", "model.dim=48")
+    found = fit(desk, "--processes=2", "--memory-gib=0.0000001", settings=settings, code=1)
+    (layers,) = [rung for rung in found["rungs"] if rung["measure"] == "layers over 2 ranks"]
+    assert layers["refused"]
+    assert "peak_bytes" not in layers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--apply=there.toml",), "a file that exists is not overwritten"),
+        (("a.toml", "b.toml", "--apply=new.toml"), "the file that is written goes over one file"),
+        (("--processes=3", "--set=plan.tp=2"), "the product of the mesh axes"),
+    ],
+)
+def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
+    for name in ("there.toml", "a.toml", "b.toml"):
+        (desk.folder / name).touch()
+    outcome = desk.here("plan", "fit", *arguments)
+    assert outcome.code == 2
+    assert said in outcome.err
