@@ -21,7 +21,12 @@ from unisono.train.trainer import Trainer
 
 EXECUTED_STEPS = 8
 # larger plans take long to execute, and add no axis
-TRACED = [case for case in CASES if case.ranks <= 4]
+TRACED = [
+    *(case for case in CASES if case.ranks <= 4),
+    # many micro-batches in a step, of which a trace makes three
+    Case(model="gpt", axes={"dp_shard": 2}, settings={"micro_batch": 1, "zero": 1}),
+    Case(model="resnet", axes={"dp_replicate": 2}, settings={"micro_batch": 1}),
+]
 # also in the short tier
 SHORT = {"gpt-dp_shard2", "gpt-pp2-schedule=interleaved"}
 

@@ -8,6 +8,7 @@ for themselves, what the allocator keeps, and all else that the process holds.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -186,14 +187,30 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
                 {name: fake.from_tensor(value) for name, value in micro.items()} for micro in batch.micro_batches
             ]
             begin_step(live, parts.built.model, parts.state, micro_batches)
-            train_step.run(replace(batch, micro_batches=micro_batches))
-            del micro_batches
+            made = micro_batches if parts.sharded.pipeline is not None else _unlike(micro_batches)
+            train_step.run(replace(batch, micro_batches=made))
+            del micro_batches, made
     return RankMemory(
         rank=parts.world.job.rank,
         stages=() if stages is None else stages.stage_ids,
         ledger=parts.ledger,
         peak=live.peak,
     )
+
+
+def _unlike(micro_batches: Sequence[Batch]) -> list[Batch]:
+    """The first two micro-batches of each shape, and the last one.
+
+    The first pass makes gradients, others add to them, and the last one reduces them: those between need what the second does.
+    """
+    seen: Counter[tuple[torch.Size, ...]] = Counter()
+    chosen: list[Batch] = []
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        shapes = tuple(tensor.shape for tensor in micro_batch.values())
+        seen[shapes] += 1
+        if seen[shapes] <= 2 or number == len(micro_batches):
+            chosen.append(micro_batch)
+    return chosen
 
 
 def phases_as_kinds(live: LiveStorages, timers: StepTimers) -> AbstractContextManager[None]:
