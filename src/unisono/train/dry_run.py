@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 tested
     DataDependentOutputException,
