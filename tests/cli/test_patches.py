@@ -228,10 +228,10 @@ HUNGRY = """
 from functools import partial
 
 from unisono.observe.host_memory import PeakMemory
-from unisono.train import assembly
+from unisono.train import loop_assembly
 
 limit = PeakMemory().read() + 500_000_000
-assembly.host_memory_limit_bytes = lambda: limit
+loop_assembly.host_memory_limit_bytes = lambda: limit
 
 
 class Hungry(torch.nn.Linear):

@@ -14,6 +14,7 @@ import pytest
 from commands import Desk, Outcome, losses_of
 from procs import wait_until
 
+from unisono.tune import transfer
 from unisono.tune.coordinates import CoordinateCheck, write_coordinates
 
 pytest.importorskip("optuna")
@@ -79,12 +80,19 @@ def test_a_range_of_learning_rates_of_a_narrow_model(desk: Desk, tmp_path: Path)
     assert "width of the result" in (out / "report.html").read_text()
 
 
-def test_no_trial_begins_where_activations_grow(desk: Desk, tmp_path: Path) -> None:
-    """The check is that of an earlier start of the search."""
+def test_no_trial_begins_where_activations_grow(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is that of an earlier start of the search, which was stopped after it."""
     widths = (16, 32, 64)
     found = CoordinateCheck(base_dim=16, widths=widths, steps=8, changes={"logits": [float(width) for width in widths]})
-    (tmp_path / "coordinates").mkdir()
-    write_coordinates(tmp_path / "coordinates", found)
+
+    def stopped(folder: Path, *_: Any) -> None:
+        folder.mkdir()
+        write_coordinates(folder, found)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "check_coordinates", stopped)
+        assert tuned(desk, "params", tmp_path, LR, "--transfer=mup", "--proxy-width=16").code == 1
     done = tuned(desk, "params", tmp_path, LR, "--transfer=mup", "--proxy-width=16")
     assert done.code == 1
     assert (done.json["trials"], done.json["best"]) == ([], None)

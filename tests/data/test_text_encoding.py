@@ -42,7 +42,9 @@ def test_which_encoding_is_seen(codec: str) -> None:
 def converted(folder: Path, error: DataError, target: str) -> str:
     """What the command in an error makes of the file."""
     (problem,) = error.problems
-    command = problem.nearest.removeprefix("the file in UTF-8: ").partition(" (if it is")[0]
+    command = (
+        problem.nearest.removeprefix("the file in UTF-8: ").partition("; --on-error")[0].partition(" (if it is")[0]
+    )
     subprocess.run(["sh", "-c", command], cwd=folder, check=True)
     return (folder / target).read_text(encoding="utf-8")
 
@@ -95,7 +97,7 @@ def test_a_byte_order_mark_of_utf_8_is_read_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one \\r\\n two", "n": 1.50}\n')
     recipe = CleanRecipe(filter=FilterOptions(enabled=False), dedup=DuplicateOptions(near=0.0))
     clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
-    assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == b'{"text":"one\\n two","n":1.50}\n'
+    assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == b'{"text": "one\\n two", "n": 1.50}\n'
 
 
 def test_a_corpus_names_the_encoding() -> None:

@@ -34,7 +34,7 @@ from unisono.measure.ceiling import PeakFlops
 from unisono.measure.links import probe_all_reduce
 from unisono.observe.host_memory import PeakMemory
 from unisono.parallel import timed_collectives
-from unisono.train import assembly, setup
+from unisono.train import loop_assembly, setup
 from unisono.train.run_checkpoints import RunCheckpoints
 
 SLEEP_S = 0.08
@@ -77,7 +77,7 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
         options |= {"every_steps": 1}
     with pytest.MonkeyPatch.context() as patch:
         if "memory" in fault:
-            patch.setattr(assembly, "host_memory_limit_bytes", lambda: int(0.95 * PeakMemory().read()))
+            patch.setattr(loop_assembly, "host_memory_limit_bytes", lambda: int(0.95 * PeakMemory().read()))
         if "call" in fault:  # all samples in one call make nearly the rate of a product
             peak = PeakFlops(value=1e9, kind="measured", name="a device")
             patch.setattr(setup, "peak_flops", lambda *_, **options: peak)

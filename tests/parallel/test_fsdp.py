@@ -131,7 +131,7 @@ def test_gathering_ahead_and_whole_parameters_change_nothing_about_resume(pool: 
 def sent(world: World, run_dir: str, changes: dict) -> list[int]:
     """Elements of each message of gradients."""
     with tiny.trainer(run_dir, world=world, steps=1, **changes) as run:
-        return [bucket.flat.numel() for bucket in run._sync._buckets]  # type: ignore[attr-defined]
+        return [bucket.flat.numel() for bucket in run._loop.runner.train_step.sync._buckets]  # type: ignore[attr-defined]
 
 
 def test_the_plan_says_how_many_gradients_travel_together(pool: Pool, tmp_path: Path) -> None:

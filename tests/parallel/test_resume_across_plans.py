@@ -105,7 +105,7 @@ def cut_or_straight(world: World, run_dir: str, changes: dict, until: int | None
             "losses": losses,
             "digest": tiny.digest(run),
             "generators": generators.hexdigest(),
-            "draw_rank": run._dims.rng_rank,
+            "draw_rank": run.state.sharded._dims.rng_rank,
         }
 
 

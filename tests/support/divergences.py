@@ -189,7 +189,7 @@ def spoil(run: Trainer, plant: dict[str, Any]) -> None:
     if "spoilt_rank" in plant and run.world.rank == plant["spoilt_rank"]:
         dict(run.model.named_modules())["down"].register_forward_hook(lambda _layer, _args, out: out * 1.5)
     if "left_out" in plant:
-        sync: Any = run._sync
+        sync: Any = run._loop.runner.train_step.sync
         reduce = sync._sum
 
         def without(tensor: Tensor) -> Any:

@@ -46,7 +46,7 @@ def on_ranks(world: World, run_dir: str, changes: dict) -> dict:
             "norms": norms,
             "samples": samples,
             "digest": tiny.digest(run),
-            "data_rank": run._dims.data_rank,
+            "data_rank": run.state.sharded._dims.data_rank,
             "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters,
         }
 

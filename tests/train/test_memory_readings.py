@@ -22,10 +22,10 @@ from unisono import ObserveOptions, PlanOptions, Trainer, TrainOptions
 from unisono.diagnose import diagnose, read_run
 from unisono.observe.events import events_path, read_events
 from unisono.observe.host_memory import PeakMemory
-from unisono.train import assembly
+from unisono.train import loop_assembly
 
 start = PeakMemory().read()
-assembly.host_memory_limit_bytes = lambda: start + 200_000_000
+loop_assembly.host_memory_limit_bytes = lambda: start + 200_000_000
 rows = np.load(sys.argv[1], mmap_mode="r")
 
 
