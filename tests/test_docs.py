@@ -62,7 +62,7 @@ def test_there_are_blocks_and_commands() -> None:
 def test_commands_exist_with_their_options(command: str) -> None:
     words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
     verb = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
-    if verb and verb[0] not in ("config", "checkpoint", "data", "kvstore", "tune"):
+    if verb and verb[0] not in ("config", "checkpoint", "data", "kvstore", "plan", "tune"):
         verb = verb[:1]
     text = CliRunner().invoke(cli, [*verb, "--help"]).output
     assert "Usage:" in text, command

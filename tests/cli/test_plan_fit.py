@@ -72,7 +72,7 @@ def test_ranks_share_states_and_layers_when_nothing_else_helps(desk: Desk) -> No
 
 
 def test_a_rung_that_is_no_plan_is_passed_over_with_its_reason(desk: Desk) -> None:
-    settings = ("model.num_heads=3", "model.dim=48")
+    settings = ("model.num_heads=3", "model.num_kv_heads=3", "model.dim=48")
     found = fit(desk, "--processes=2", "--memory-gib=0.0000001", settings=settings, code=1)
     (layers,) = [rung for rung in found["rungs"] if rung["measure"] == "layers over 2 ranks"]
     assert layers["refused"]

@@ -71,17 +71,13 @@ class Ladder:
     rungs: list[Rung] = field(default_factory=list[Rung])
 
     def climb(self) -> Rung | None:
-        """The rung that fits, with the largest micro-batch that does; None if none fits. Raises PlanError if the configured
-        plan is not legal.
+        """The rung that fits, with the largest micro-batch that does; None if none fits.
+
+        Raises:
+            PlanError, ConfigError: The configured plan is not legal, or cannot be traced.
         """
-        first = self._try("as configured", {})
-        if first.plan is None:
-            raise PlanError(
-                given=f"the configured plan on {self.num_ranks} ranks: {first.refused}",
-                rule="the ladder begins at a legal plan",
-                consequence="nothing was traced",
-                nearest="unisono plan export, which names all that is wrong",
-            )
+        first = self._traced("as configured", {})
+        assert first.plan is not None
         if first.fits(self.budget_bytes):
             return first
         configured, settings = first.plan.batch.micro_batch, dict[str, Any]()
@@ -124,12 +120,17 @@ class Ladder:
         return best
 
     def _try(self, measure: str, settings: Mapping[str, Any]) -> Rung:
-        rung = Rung(measure=measure, settings=settings)
         try:
-            plan, traced = self.trace(replace(self.options, **settings), self.num_ranks, ())
-            rung = replace(rung, plan=plan, largest=max(traced, key=lambda rank: rank.peak.bytes))
+            return self._traced(measure, settings)
         except (PlanError, ConfigError) as error:
-            rung = replace(rung, refused=error.problems[0].given)
+            return self._shown(Rung(measure=measure, settings=settings, refused=error.problems[0].given))
+
+    def _traced(self, measure: str, settings: Mapping[str, Any]) -> Rung:
+        plan, ranks = self.trace(replace(self.options, **settings), self.num_ranks, ())
+        largest = max(ranks, key=lambda rank: rank.peak.bytes)
+        return self._shown(Rung(measure=measure, settings=settings, plan=plan, largest=largest))
+
+    def _shown(self, rung: Rung) -> Rung:
         self.rungs.append(rung)
         self.tried(rung)
         return rung
