@@ -64,7 +64,7 @@ for limit, size in ((40, 16 << 20), (3, 32 << 20)):  # the second one ends early
         assert number == answered - 1
         here, there = load(make_chunk([b"text %d" % number], CleanRecipe(), hashes)), load(chunk)
         assert here.keys() == there.keys()
-        assert all(np.array_equal(here[name], there[name]) for name in here)
+        assert all(here[name].tobytes() == there[name].tobytes() for name in here)  # also of what was not measured, NaN
         most = max(most, drawn - answered)
         if answered == limit:
             break
