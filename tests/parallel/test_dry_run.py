@@ -14,6 +14,8 @@ from pool import Pool
 from torch import nn
 
 from unisono.dist import JobSpec, World
+from unisono.dist.simulated_world import simulated_world
+from unisono.errors import ConfigError
 from unisono.measure.live_storages import LiveStorages, Peak
 from unisono.models.moe import Router
 from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
@@ -98,3 +100,14 @@ def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Cas
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
         )
+
+
+def test_a_rank_of_a_job_simulates_no_other() -> None:
+    with (
+        simulated_world(1, 4),
+        pytest.raises(ConfigError, match="rank 0 of 2 simulated in a process that is rank 1 of 4"),
+        simulated_world(0, 2),
+    ):
+        pass
+    with simulated_world(0, 2) as world:  # the first one left nothing behind
+        assert (world.rank, world.world_size) == (0, 2)

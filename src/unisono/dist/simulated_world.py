@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.world import World
+from unisono.errors import ConfigError
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def simulated_world(rank: int, world_size: int) -> Generator[World]:
     one where ranks tell each other facts. Torch calls such process groups fake.
 
     Raises:
-        RuntimeError: The process is a rank of a job already.
+        ConfigError: The process is a rank of a job already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; it has no public name
 
@@ -29,6 +30,13 @@ def simulated_world(rank: int, world_size: int) -> Generator[World]:
     if world_size == 1:
         yield World(job, is_simulated=True)
         return
+    if dist.is_initialized():
+        raise ConfigError(
+            given=f"rank {rank} of {world_size} simulated in a process that is rank {dist.get_rank()} of {dist.get_world_size()}",
+            rule="a process has one group of ranks at a time",
+            consequence="nothing was simulated",
+            nearest="the same before the trainer is entered, or in a process of its own: unisono train --dry-run",
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield World(job, group=cast(ProcessGroup, dist.group.WORLD), is_simulated=True)

@@ -30,11 +30,7 @@ def open_trace(resolved: Resolved[RunConfig]) -> Generator[Trace]:
     """
     world = World.alone(JobSpec())
     config = resolve_run(resolved, world).value
-    config = replace(
-        config,
-        run=replace(config.run, resume="never"),
-        loader=replace(config.loader, num_workers=0),
-    )
+    config = replace(config, run=replace(config.run, resume="never"))
     data = build_data(config)
     with (
         TemporaryDirectory(prefix="unisono-dry-run-") as folder,
