@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+import weakref
 from typing import Any
 
 import pytest
@@ -79,11 +80,18 @@ def own_generator() -> nn.Module:
     return layer
 
 
+def converted() -> nn.Module:
+    """Converted and moved while it is built, as peft does with the matrices of an adapter."""
+    layer = nn.Linear(3, 4).to("cpu", dtype=torch.float64)
+    nn.init.normal_(layer.bias)
+    return nn.Sequential(layer.half(), nn.BatchNorm1d(4).to(torch.bfloat16), nn.Linear(4, 2).to("cpu"))
+
+
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("factory", [small_gpt, encoder, seeded_within, own_generator, Mixed])
+@pytest.mark.parametrize("factory", [small_gpt, encoder, seeded_within, own_generator, converted, Mixed])
 def test_values_are_those_of_a_plain_construction(factory: object) -> None:
     torch.manual_seed(1)
     plain = tensors(factory())
@@ -383,9 +391,16 @@ def elsewhere() -> nn.Module:
     return nn.Linear(2, 3, device="meta")
 
 
+def referenced() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    layer.source = weakref.ref(layer.weight)
+    return layer.half()
+
+
 @pytest.mark.parametrize(
     ("factory", "given", "rule"),
     [
+        (referenced, "module.to() while", "only while nothing holds a weak reference to its parameters"),
         (reads_a_value, "_local_scalar_dense of [] torch.float32", "it needs values, and there are none yet"),
         (plain_attribute, "table of [4] torch.float32", "is a parameter or a registered buffer"),
         (put_back, "set_state while", "is not put back to where it was between two draws"),

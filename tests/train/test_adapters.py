@@ -13,7 +13,6 @@ import torch
 from pool import Pool
 
 from unisono.dist import JobSpec, World
-from unisono.errors import PlanError
 from unisono.interop.huggingface import export
 from unisono.parallel.deferred_init import deferred_init
 from unisono.train.config import Components, RunConfig
@@ -51,7 +50,7 @@ def adapted() -> Any:
 def train(world: World, run_dir: str, stop_after: int, changes: dict[str, Any]) -> dict[str, Any]:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     own = {"data": Labelled(), "objective": model_loss} if "objective" not in changes else {}
-    with tiny.trainer(run_dir, steps=4, world=world, network=adapted(), lr=0.05, **own, **changes) as run:
+    with tiny.trainer(run_dir, steps=4, world=world, network=adapted, lr=0.05, **own, **changes) as run:
         state = run.state
         optimized = [len(group["params"]) for group in state.optimizer.param_groups]
         losses = []
@@ -154,16 +153,15 @@ def test_export_reads_the_adapter_alone(tmp_path: Path) -> None:
         assert (tmp_path / "read" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_peft_does_not_build_without_values() -> None:
-    with pytest.raises(PlanError) as raised:
-        deferred_init(adapted)
-    assert str(raised.value) == (
-        "module.to() while a model is built without its values\n"
-        "  rule: a module is converted or moved (.to) where it has values, as peft does with an adapter\n"
-        "  so:   its values could not be drawn later, a tensor at a time\n"
-        "  try:  give the trainer (or return from components.model) a module that was built before; each rank then holds all "
-        "of it once, at the start"
-    )
+def test_peft_builds_without_values() -> None:
+    deferred, plain = deferred_init(adapted), adapted()  # both seed
+    named = dict(deferred.model.named_parameters())
+    assert all(parameter.is_meta for parameter in named.values())
+    drawn = {name: value.clone() for name, value in deferred.values(named.keys())}
+    assert drawn.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(drawn[name], parameter), name
+        assert named[name].requires_grad == parameter.requires_grad, name
 
 
 def test_the_built_in_objective_on_token_windows(tmp_path: Path) -> None:

@@ -139,6 +139,9 @@ class _InitRecorder(TorchDispatchMode):
         # torch raises this or a subclass for an operation that fake tensors cannot run
         except RuntimeError as error:
             raise _refused(name, inputs[0] if inputs else None, "it needs values, and there are none yet") from error
+        # its weak references to results would forbid a conversion of modules (.to, .half); it has none where torch's cache of
+        # fake results, which is shared by all of the process, knows the operation
+        self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
         if factory:
             kwargs["dtype"] = result.dtype  # the default may differ when it is replayed
         self._record(func, name, args, kwargs, written, result, draws=draws)
@@ -336,7 +339,7 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
             except RuntimeError as error:
                 if "Couldn't swap" not in str(error):
                     raise
-                rule = "a module is converted or moved (.to) where it has values, as peft does with an adapter"
+                rule = "a module is converted (.to, .half) only while nothing holds a weak reference to its parameters"
                 raise _refused("module.to()", None, rule) from error
         ends = [(item.generator, item.generator.get_state(), item.last) for item in recorder.streams.values()]
     finally:
