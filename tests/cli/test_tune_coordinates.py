@@ -56,8 +56,11 @@ def test_a_schedule_of_the_configuration_takes_no_part(desk: Desk, tmp_path: Pat
     assert done.json["changes"]["logits"][0] > 0
 
 
-def test_a_folder_with_a_report_is_left_alone(desk: Desk, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("{}")
+@pytest.mark.parametrize("name", ["report.json", "report.html"])
+def test_a_folder_with_a_report_is_left_alone(desk: Desk, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
     done = checked(desk, tmp_path)
     assert done.code == 2
     assert "begins anew" in done.err
+    assert name in done.err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]

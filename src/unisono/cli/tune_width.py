@@ -56,12 +56,12 @@ def coordinates(
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
-    if (folder / "report.json").exists():
+    if there := [path for name in ("report.json", "report.html") if (path := folder / name).exists()]:
         raise ConfigError(
-            given=f"--out {out}, where {folder / 'report.json'} exists",
+            given=f"--out {out}, where {there[0]} exists",
             rule="this command begins anew, in a folder of its own",
             consequence="nothing was started",
-            nearest="another folder, or remove that one",
+            nearest="another folder, or remove that file",
         )
     files = [os.path.abspath(path) for path in config]
     quiet = {

@@ -178,6 +178,8 @@ def test_columns_in_their_order(tmp_path: Path) -> None:
         (".csv", {"a": np.arange(3)}, "field 'a', an array, as CSV"),
         (".csv", {"a": 1 << 63}, "row 0, field 'a': 9223372036854775808 (int)"),
         (".csv", {"a": "\ud800"}, "row 0: surrogates not allowed"),
+        (".csv", {"a\ud800": 1}, "field 'a\\ud800', a lone surrogate at 1 of its name"),
+        (".parquet", {"a\ud800": 1}, "field 'a\\ud800', a lone surrogate at 1 of its name"),
         (".jsonl", {"a": "\ud800"}, "row 0: surrogates not allowed"),
         (".jsonl", {"a": np.array([np.nan])}, "row 0: Out of range float values are not JSON compliant"),
         (".parquet", {"a": 1 << 63}, "row 0, field 'a': 9223372036854775808 (int)"),

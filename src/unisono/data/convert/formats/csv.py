@@ -18,6 +18,7 @@ from typing import Any, Final
 from unisono.data.convert.formats.table import (
     Row,
     Table,
+    check_names,
     check_rows,
     damaged_error,
     describe_value,
@@ -52,6 +53,7 @@ def read(path: Path, binary: Collection[str] = ()) -> Table:
 def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
     """Write a header line and the rows, strings quoted, bytes of fields in ``binary`` as base64. Returns the number of rows."""
     schema, rows = infer_schema(table)
+    check_names(schema)
     for name, field in schema.items():
         if field.type == "bytes" and name not in binary:
             raise unwritable_error(

@@ -23,6 +23,7 @@ from unisono.data.convert.formats.table import (
     Row,
     Table,
     check_columns,
+    check_names,
     check_rows,
     infer_schema,
     open_source,
@@ -202,6 +203,7 @@ def write(path: Path, table: Table) -> int:
     """Write the rows in row groups of at most 4,096 rows or about 32 MiB; returns the number of rows."""
     pa, pq = _pyarrow()
     fields, rows = infer_schema(table)
+    check_names(fields)
     arrow = pa.schema([pa.field(name, _type(pa, name, field), nullable=False) for name, field in fields.items()])
     rows, count = check_rows(rows, fields, "Parquet"), 0
     # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB

@@ -76,6 +76,19 @@ def unwritable_error(given: str, rule: str, nearest: str) -> DataError:
     return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Raise DataError for a field whose name UTF-8 cannot hold."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise unwritable_error(
+                f"field {name!r}, a lone surrogate at {error.start} of its name",
+                "names are UTF-8; a lone surrogate is half of a character",
+                "another name, or --column for the other fields",
+            ) from error
+
+
 def unreadable_error(given: str, rule: str, nearest: str) -> DataError:
     """The error for a source that violates its format, or holds values that no row can."""
     return DataError(given=given, rule=rule, consequence="nothing from there on was read", nearest=nearest)
