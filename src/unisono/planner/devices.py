@@ -84,6 +84,12 @@ _ALL: Final = (
     _device("gb200", 186, 8.0, 900, 72, 400, "NVIDIA GB200 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=10000, fp32=80),
     _device("b300", 270, 7.7, 900, 8, 800, "NVIDIA HGX B300 table", bf16=2250, fp16=2250, fp8=4500, fp4=13500, fp32=75),
     _device("gb300", 279, 8.0, 900, 72, 800, "NVIDIA GB300 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=15000, fp32=80),
+    _device("mi300x", 192, 5.3, 448, 8, 400, "AMD MI300X data sheet", bf16=1307, fp16=1307, fp8=2615, fp32=163),
+    _device("tpu-v4", 32, 1.2, 150, 4096, 50, "Google Cloud TPU v4 page; 6 links of a torus", bf16=275),
+    _device("tpu-v5e", 16, 0.819, 100, 256, 25, "Google Cloud TPU v5e page; 4 links of a torus", bf16=197),
+    _device("tpu-v5p", 95, 2.765, 300, 8960, 50, "Google Cloud TPU v5p page; 6 links of a torus", bf16=459),
+    _device("tpu-v6e", 32, 1.64, 224, 256, 50, "Google Cloud TPU v6e page; 4 links of a torus", bf16=918),
+    _device("tpu-v7x", 192, 7.37, 600, 9216, 100, "Google Cloud TPU7x page; 6 links of a torus", bf16=2307, fp8=4614),
     _device("l40s", 48, 0.864, 32, 8, 200, "NVIDIA L40S data sheet; PCIe 4.0", bf16=362, fp16=362, fp8=733, fp32=91.6),
     _device("rtx-4090", 24, 1.008, 32, 8, 100, "NVIDIA Ada white paper; PCIe 4.0", bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
     _device("rtx-a6000", 48, 0.768, 56, 2, 100, "NVIDIA RTX A6000 data sheet", bf16=154.8, fp16=154.8, fp32=38.7),
@@ -105,6 +111,12 @@ _NAMES: Final = (
     (r"A100.*40", "a100-40"),
     (r"A100", "a100-80"),
     (r"V100", "v100"),
+    (r"MI300X", "mi300x"),
+    (r"TPU ?v4", "tpu-v4"),
+    (r"TPU ?v5e", "tpu-v5e"),
+    (r"TPU ?v5p", "tpu-v5p"),
+    (r"TPU ?v6e", "tpu-v6e"),
+    (r"TPU ?(v7|7x)", "tpu-v7x"),
     (r"L40S", "l40s"),
     (r"4090", "rtx-4090"),
     (r"A6000", "rtx-a6000"),
@@ -113,8 +125,8 @@ _NAMES: Final = (
 
 def find_device(name: str) -> Device | None:
     """The preset for a name such as ``H100-80GB`` or ``a100-40``; None for one that is not known."""
-    if name in DEVICES:
-        return DEVICES[name]
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
     for pattern, preset in _NAMES:
         if re.search(pattern, name, re.IGNORECASE):
             return DEVICES[preset]
