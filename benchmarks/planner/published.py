@@ -74,7 +74,11 @@ def coverage(runs: Sequence[PublishedRun], ratios: Numbers) -> dict[str, float]:
             here = kind & (sources == source)
             spread = quantile_spread(ratios[kind & (sources != source)])
             inside[here] = np.abs(np.log(ratios[here])) <= np.log1p(spread)
-    return {"all": float(inside.mean()), "dense": float(inside[~experts].mean()), "experts": float(inside[experts].mean())}
+    return {
+        "all": float(inside.mean()),
+        "dense": float(inside[~experts].mean()),
+        "experts": float(inside[experts].mean()),
+    }
 
 
 def groups(runs: Sequence[PublishedRun], measured: Numbers, predicted: Numbers) -> dict[str, Any]:
@@ -126,8 +130,11 @@ def main() -> None:
     runs = [run for run in every if not run.excluded]
     measured = measured_s(runs, count_work([run.layout for run in runs]))
     folds = np.random.default_rng(1).integers(0, parts, len(runs))
-    held_out = {"folds": left_out(runs, [str(fold) for fold in folds]), "sources": left_out(runs, by_source(runs))}
-    unseen = held_out["sources"]
+    held_out = {
+        "folds": left_out(runs, [str(fold) for fold in folds]),
+        "sources_left_out": left_out(runs, by_source(runs)),
+    }
+    unseen = held_out["sources_left_out"]
     result = {
         "rows": {"compared": len(runs), "not fitted to": len(every) - len(runs), "without prediction": len(refused)},
         "devices": by_device(runs, measured, held_out),

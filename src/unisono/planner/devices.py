@@ -1,7 +1,8 @@
 """Accelerators by name: what a data sheet says of one, and of the links between them. Imports no torch.
 
-Figures are per device and dense. ``link_bytes_per_s`` is that of one direction between the devices of a domain: half of the total that
-NVLink's data sheets give. ``network_bytes_per_s`` is that of the network card that systems of the maker have for each device.
+Figures are per device and dense. ``link_bytes_per_s`` is that of one direction between the devices of a domain: half of the
+total that NVLink's data sheets give.
+``network_bytes_per_s`` is that of the network card that systems of the maker have for each device.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _ALL: Final = (
     _device("a100-80", 80, 2.039, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312, fp32=19.5),
     _device("h100", 80, 3.35, 450, 8, 400, "NVIDIA H100 data sheet, SXM; DGX H100", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),
     _device("h100-pcie", 80, 2.0, 64, 8, 400, "NVIDIA H100 data sheet, PCIe", bf16=756, fp16=756, fp8=1513, fp32=51),
-    _device("h100-hbm2e", 96, 2.4, 450, 8, 400, "H100 at 500 W as torchtitan used it (arXiv 2410.06511)", bf16=756, fp16=756, fp8=1513, fp32=51),
+    _device("h100-hbm2e", 96, 2.4, 450, 8, 400, "at 500 W (arXiv 2410.06511)", bf16=756, fp16=756, fp8=1513, fp32=51),
     _device("h200", 141, 4.8, 450, 8, 400, "NVIDIA H200 data sheet; DGX H200", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),
     _device("gh200", 96, 4.0, 450, 1, 400, "NVIDIA GH200 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),
     _device("h800", 80, 3.35, 200, 8, 400, "DeepSeek-V3 (arXiv 2412.19437)", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),

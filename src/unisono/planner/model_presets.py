@@ -9,42 +9,34 @@ from typing import Final
 from unisono.planner.model_shape import ModelShape
 
 
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: int | bool) -> ModelShape:
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, tied: bool = False, **more: int
+) -> ModelShape:
+    """With a gate; a head has ``hidden / heads`` dimensions unless ``head_dim`` is given."""
+    sizes = {"head_dim": hidden // heads, **more}
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         ffn=ffn,
-        vocab=vocab,
         gated=True,
-        **{"head_dim": hidden // heads, **more},
-    )
-
-
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **more: int | bool) -> ModelShape:
-    return ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
         vocab=vocab,
-        **{
-            "kv_heads": heads,
-            "head_dim": hidden // heads,
-            "ffn": 4 * hidden,
-            "gated": False,
-            "tied": True,
-            "max_seq_len": 2048,
-            **more,
-        },
+        tied=tied,
+        **sizes,
     )
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, *, tied: bool = True, **more: int) -> ModelShape:
+    """Without a gate, four times as wide in between; trained on 2,048 tokens unless it is said."""
+    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": 4 * hidden, "max_seq_len": 2048, **more}
+    return ModelShape(layers=layers, hidden=hidden, heads=heads, gated=False, vocab=vocab, tied=tied, **sizes)
 
 
 def _maxtext(hidden: int, units: int, layers: int) -> ModelShape:
     """Powers of two by which the base of 1 B parameters is widened and deepened."""
     heads = 16 << units
-    more: dict[str, int] = {"head_dim": 128, "max_seq_len": 2048}
-    return _llama(16 << layers, 2048 << hidden, heads, heads, 7168 << units, 32000, **more)
+    return _llama(16 << layers, 2048 << hidden, heads, heads, 7168 << units, 32000, head_dim=128, max_seq_len=2048)
 
 
 PRESETS: Final[Mapping[str, ModelShape]] = {

@@ -56,7 +56,11 @@ class ModelShape:
         """Parameters of the matrices of one attention layer."""
         if self.kv_rank:  # DeepSeek-V2, section 2.1
             wide = self.head_dim + self.rope_dim
-            query = self.query_rank * (self.hidden + self.heads * wide) if self.query_rank else self.hidden * self.heads * wide
+            query = (
+                self.query_rank * (self.hidden + self.heads * wide)
+                if self.query_rank
+                else self.hidden * self.heads * wide
+            )
             key_value = self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * self.heads * 2 * self.head_dim
             return query + key_value + self.heads * self.head_dim * self.hidden
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +36,8 @@ def read_layout(row: Mapping[str, str]) -> Layout:
     """The layout of ``row``, whose columns are those of ``published_runs.csv``.
 
     A shape that is not in the row is that of the model's preset. Axes that are empty are 1. Without ``micro_batch`` it has some
-    8192 tokens; without ``global_batch`` each replica has 8 micro-batches for each pipeline stage. Virtual stages are read from ``VP=`` in the notes.
+    8192 tokens; without ``global_batch`` each replica has 8 micro-batches for each pipeline stage. Virtual stages are
+    read from ``VP=`` in the notes.
 
     Raises:
         RowError: Model, device, number of devices or sequence length are not known; or only adapters are trained.
@@ -89,6 +91,8 @@ def _model(row: Mapping[str, str]) -> ModelShape:
         raise RowError(f"model {name!r} has no preset, and the row lacks layers, hidden or heads")
     if _integer(row, "ep") > 1 or "moe" in name.lower():
         raise RowError(f"model {name!r} has experts and no preset")
+    if hidden % heads:
+        raise RowError(f"heads {heads} do not divide hidden {hidden}")
     ffn = _integer(row, "ffn") or 4 * hidden
     given = ModelShape(
         layers=layers,
@@ -121,13 +125,18 @@ def _arithmetic(precision: str, device: Device) -> Arithmetic:
 def _number(row: Mapping[str, str], column: str) -> float:
     text = row.get(column) or ""
     try:
-        return float(text or 0)
+        value = float(text or 0)
     except ValueError:
-        raise RowError(f"column {column} is no number: {text!r}") from None
+        value = math.nan
+    if math.isnan(value):
+        raise RowError(f"column {column} is no number: {text!r}")
+    if value < 0:
+        raise RowError(f"column {column} is negative: {text!r}")
+    return value
 
 
 def _integer(row: Mapping[str, str], column: str) -> int:
     value = _number(row, column)
-    if value != int(value) or value < 0:
+    if not (value.is_integer() and value < 2**53):
         raise RowError(f"column {column} is no count: {row[column]!r}")
     return int(value)

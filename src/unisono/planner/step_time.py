@@ -17,7 +17,8 @@ import numpy as np
 
 from unisono.planner.layout import Layout, Numbers
 from unisono.planner.step_work import StepWork
-_OVERLAP: Final = 3  # 1: one after the other; infinite: the longer one alone
+
+_OVERLAP: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +33,12 @@ class Constants:
         attention: Share of the 16-bit peak that attention reaches, causal products counted.
         head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
         traffic: Passes over a layer's activations by operations that are bound by memory.
-        cast_traffic: The same for casts to 8 and 4 bits.
-        dispatch_traffic: Passes over the activations that are sorted by expert, for each copy.
         tp_exposed: Share of tensor-parallel communication that is waited for; above 1, links do not reach their data sheet.
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_exposed: The same share for experts.
         cp_exposed: The same share for the context.
         dp_exposed: The same share for the reduction of gradients.
         fsdp_exposed: The same share for sharded parameters.
-        host_s: Seconds in which the host starts a layer's forward and backward pass.
-        host_expert_s: What experts add to that.
         virtual_stages: Of a pipeline whose runs do not say it.
         growth: Part by which a step slows down with each doubling of the devices beyond 8.
         efficiency: Share of the peak that large matrix products reach, by device and width.
@@ -58,16 +55,12 @@ class Constants:
     attention: float
     head: float
     traffic: float
-    cast_traffic: float
-    dispatch_traffic: float
     tp_exposed: float
     tp_latency_s: float
     ep_exposed: float
     cp_exposed: float
     dp_exposed: float
     fsdp_exposed: float
-    host_s: float
-    host_expert_s: float
     virtual_stages: float
     growth: float
     efficiency: Mapping[str, float]
@@ -89,7 +82,6 @@ class StepTime:
         tensor_parallel: Collectives between tensor-parallel ranks.
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
-        host: What the device waits for because the host starts its work.
         bubble: Waiting for other pipeline stages.
         sharding: Gathering and reducing sharded parameters.
         gradients: Reduction of gradients.
@@ -104,7 +96,6 @@ class StepTime:
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
-    host: Numbers
     bubble: Numbers
     sharding: Numbers
     gradients: Numbers
@@ -143,20 +134,17 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepTim
     at_expert_width = work.expert_width / (work.expert_width + fitted.half_expert_width)
     products = work.peak_flops * efficiency
     products_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
-    passes = fitted.traffic + fitted.cast_traffic * work.narrow
     each = {  # of one micro-batch
         "matmul": work.matmul_flops / (products * at_tokens * at_width),
         "expert": work.expert_flops / (products * at_expert_tokens * at_expert_width),
         "attention": work.attention_flops / (products_16 * fitted.attention),
         "head": work.head_flops / (products_16 * fitted.head * at_tokens),
-        "memory": (passes * work.activation_bytes + fitted.dispatch_traffic * work.routed_bytes) / work.memory_bytes_per_s,
+        "memory": fitted.traffic * work.activation_bytes / work.memory_bytes_per_s,
         "tensor_parallel": fitted.tp_exposed * work.tp_s + fitted.tp_latency_s * 8 * work.layers * (work.tp_s > 0),
         "expert_parallel": fitted.ep_exposed * work.ep_s,
         "context_parallel": fitted.cp_exposed * work.cp_s,
     }
     device = np.sum(tuple(each.values()), axis=0)
-    host = fitted.host_s * work.layers + fitted.host_expert_s * work.expert_layers
-    each["host"] = _beyond(device, host)
     each["sharding"] = fitted.fsdp_exposed * work.fsdp_s + _beyond(device, work.fsdp_s)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
@@ -170,5 +158,5 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepTim
 
 
 def _beyond(busy: Numbers, other: Numbers) -> Numbers:
-    """What ``other`` adds to ``busy`` where both run at once; neither hides the other wholly where they take about the same time."""
+    """What ``other`` adds to ``busy`` where both run at once: little, until it takes about the same time."""
     return (busy**_OVERLAP + other**_OVERLAP) ** (1 / _OVERLAP) - busy

@@ -11,8 +11,8 @@ import numpy as np
 from unisono.planner.layout import Layout, Numbers, columns
 
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
-# forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2), those of
-# each copy of a token that goes to an expert and back, and keys and values of other ranks
+# forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
+# those of each copy of a token that goes to an expert and back, and keys and values of other ranks
 _TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
 _GRADIENT_BYTES: Final = 6  # for each parameter: reduced in 32 bits, gathered in 16
 _FSDP_PASSES: Final = 3  # gathered for forward and backward, reduced
@@ -20,13 +20,14 @@ _FSDP_PASSES: Final = 3  # gathered for forward and backward, reduced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """Counts for many layouts, one element for each. FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and
-    backward, with what is recomputed. Seconds are those of all bytes at the bandwidth of the data sheet.
+    """Counts for many layouts, one element for each.
+
+    FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and backward, with what is recomputed. Seconds
+    are those of all bytes at the bandwidth of the data sheet.
 
     Attributes:
         tokens: Tokens of a micro-batch on a rank.
         layers: Blocks of a rank.
-        expert_layers: Those with experts.
         matmul_flops: Products with matrices of attention and dense layers.
         matmul_width: Width of the smaller side of such a matrix on a rank.
         expert_flops: Products with matrices of experts.
@@ -35,7 +36,6 @@ class StepWork:
         attention_flops: Scores and weighted values, of causal attention.
         head_flops: Products with the output matrix, shared by all stages.
         activation_bytes: Activations between the blocks.
-        routed_bytes: Those of all copies that go to experts.
         tp_s: Collectives of tensor parallelism.
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
@@ -49,12 +49,10 @@ class StepWork:
         peak_flops: FLOP/s of the device in the arithmetic of matrix products.
         peak_flops_16: FLOP/s in 16 bits.
         memory_bytes_per_s: Bandwidth of the device's memory.
-        narrow: 1 where products are in fewer than 16 bits.
     """
 
     tokens: Numbers
     layers: Numbers
-    expert_layers: Numbers
     matmul_flops: Numbers
     matmul_width: Numbers
     expert_flops: Numbers
@@ -63,7 +61,6 @@ class StepWork:
     attention_flops: Numbers
     head_flops: Numbers
     activation_bytes: Numbers
-    routed_bytes: Numbers
     tp_s: Numbers
     ep_s: Numbers
     cp_s: Numbers
@@ -77,7 +74,6 @@ class StepWork:
     peak_flops: Numbers
     peak_flops_16: Numbers
     memory_bytes_per_s: Numbers
-    narrow: Numbers
 
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
@@ -105,7 +101,13 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.model.params,
     )
     tp, pp, cp, ep, dp, shard = columns(
-        layouts, lambda it: it.tp, lambda it: it.pp, lambda it: it.cp, lambda it: it.ep, lambda it: it.dp, lambda it: it.dp_shard
+        layouts,
+        lambda it: it.tp,
+        lambda it: it.pp,
+        lambda it: it.cp,
+        lambda it: it.ep,
+        lambda it: it.dp,
+        lambda it: it.dp_shard,
     )
     link, network, domain, memory = columns(
         layouts,
@@ -130,13 +132,14 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     block_bytes = _BYTES * hidden * tokens
     beyond = np.maximum(0, 1 - domain / (ep * tp))  # of the tokens that leave the domain of fast links
     routed = expert_layers / pp * active * block_bytes / tp
-    held = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (tp * pp * ep)
+    held = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (
+        tp * pp * ep
+    )
     # ranks of a domain that have the same parameters each bring a part of the others' over their own network card
     between = np.where(devices <= domain, link, np.minimum(link, network * np.maximum(1, domain / tp)))
     return StepWork(
         tokens=tokens,
         layers=layers / pp,
-        expert_layers=expert_layers / pp,
         matmul_flops=6 * dense * part * recomputed,
         matmul_width=np.minimum(hidden, units * np.where(expert_layers > 0, 4, 1)) / tp,
         expert_flops=6 * expert_layers * active * expert * part * recomputed,
@@ -145,10 +148,16 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
         head_flops=6 * vocab * hidden * part,
         activation_bytes=layers / pp * block_bytes / tp * recomputed,
-        routed_bytes=routed * recomputed,
         tp_s=_TP_PASSES * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
         ep_s=_EP_PASSES * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
-        cp_s=_CP_PASSES * layers / pp * _BYTES * kv_dims * tokens * (cp - 1) / np.where(tp * cp <= domain, link, network),
+        cp_s=_CP_PASSES
+        * layers
+        / pp
+        * _BYTES
+        * kv_dims
+        * tokens
+        * (cp - 1)
+        / np.where(tp * cp <= domain, link, network),
         fsdp_s=np.where(shard > 1, _FSDP_PASSES * _BYTES * held / between, 0),
         gradient_s=np.where(dp > 1, _GRADIENT_BYTES * held / between, 0),
         num_micro_batches=micro,
@@ -159,7 +168,6 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         peak_flops=peak,
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
-        narrow=(peak > peak_16).astype(np.float64),
     )
 
 
