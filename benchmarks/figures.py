@@ -496,3 +496,28 @@ def bits_by_seed(match: Match) -> Figure:
 
 def size_of_set(match: Match) -> Figure:
     return Figure(f"{match.node['rows']:,}, {match.node['mib']:.2f} MiB")
+
+
+def prediction_error(match: Match) -> Figure:
+    """Mean and median error of predictions, and that of the guess, which is to be halved unless the error is within a tenth."""
+    row = match.node
+    folds, sources = row["folds"], row["sources_left_out"]
+    bound = max(0.1, row["guess"] / 2)
+    return Figure(
+        f"{folds['mean']:.1%} (median {folds['median']:.1%}); sources left out: {sources['mean']:.1%} "
+        f"({sources['median']:.1%}); guess: {row['guess']:.1%}; {row['rows']} rows of {row['sources']} sources",
+        folds["mean"],
+        at_most(bound, f"≤ {bound:.1%}"),
+    )
+
+
+def ranking(match: Match) -> Figure:
+    """Rank correlation and regret of a group of rows."""
+    row = match.node
+    text = f"{row['spearman']:.2f}, regret {row['regret']:.1%} ({row['layouts']} layouts, {row['rows']} rows)"
+    return Figure(text, row["spearman"])
+
+
+def constant(match: Match) -> Figure:
+    """A fitted constant, and what a half more or less of it adds to the mean error."""
+    return Figure(f"{match.node['value']:g}; error grows by {match.node['growth']:.2%}")

@@ -407,6 +407,28 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="planner_published",
+        script="planner.published",
+        title="Step times predicted from shapes",
+        quick=("--folds", "2"),
+        text="Mean relative error of `unisono plan simulate` against published runs, by constants that have not seen the row: "
+        "fitted without one of five random parts, or without the row's source. The guess is one utilization for each device and "
+        "arithmetic, the median of its rows. Intervals are made from other sources. Rank correlation (Spearman) by speed, within"
+        " one model on one number of devices with at least four layouts, sources left out; regret is what the pick loses.",
+        rows=(
+            Row("{0}", "devices/*", figures.prediction_error),
+            Row(
+                "rows within the interval of nine of ten: {0}",
+                "coverage/*",
+                figures.number("{:.1%}"),
+                aim=at_least(0.85),
+            ),
+            Row("ranking of {0}", "groups/*", figures.ranking, aim=at_least(0.7)),
+            Row("rows that are {0}", "rows/*", figures.number("{}")),
+            Row("constant `{0}`", "constants/*", figures.constant),
+        ),
+    ),
+    Benchmark(
         name="events",
         title="Events",
         quick=("--events", "500"),

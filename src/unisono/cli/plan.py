@@ -12,6 +12,7 @@ import click
 
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.cli.plan_fit import fit
+from unisono.cli.plan_simulate import simulate
 from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
 from unisono.storage.run_folder import PLAN_FILE
@@ -27,7 +28,7 @@ _PROCESSES = click.option(
 
 @click.group("plan")
 def command() -> None:
-    """Show, check, compare, write strategy files; find a plan that fits. FILE may be the folder of a run."""
+    """Show, check, compare, write strategy files; find a plan that fits; simulate jobs. FILE may be the folder of a run."""
 
 
 @command.command("show")
@@ -121,6 +122,7 @@ def compare(a: str, b: str, as_json: bool) -> None:
 
 
 command.add_command(fit)
+command.add_command(simulate)
 
 
 def _load(file: str, processes: int | None = None) -> Plan:

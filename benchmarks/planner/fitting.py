@@ -1,0 +1,191 @@
+"""Fits the constants of ``unisono.planner.step_time`` to published runs.
+
+    python -m benchmarks.planner.fitting  # writes src/unisono/planner/step_time.json
+
+The logarithms of constants are fitted to the logarithms of measured step times (least squares with a soft L1 loss, so that single
+rows do not decide). Each has a first value, from data sheets or common sense, that it returns to where rows say nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from unisono.planner.layout import Layout, Numbers
+from unisono.planner.published_rows import RowError, read_layout
+from unisono.planner.step_time import Constants, efficiencies, efficiency_key, step_time
+from unisono.planner.step_work import StepWork, count_work
+
+ROWS = Path(__file__).with_name("published_runs.csv")
+WRITTEN = Path(__file__).parents[2] / "src/unisono/planner/step_time.json"
+
+# first value, least, most
+STARTS: dict[str, tuple[float, float, float]] = {
+    "half_tokens": (600, 50, 8000),
+    "half_width": (300, 10, 4000),
+    "half_expert_tokens": (200, 10, 20000),
+    "half_expert_width": (300, 10, 20000),
+    "attention": (0.45, 0.15, 1),
+    "head": (0.8, 0.3, 1.2),
+    "traffic": (100, 5, 600),
+    "tp_exposed": (0.6, 0.05, 4),
+    "tp_latency_s": (2e-5, 1e-7, 1e-3),
+    "ep_exposed": (1, 0.05, 8),
+    "cp_exposed": (0.5, 0.01, 8),
+    "dp_exposed": (0.3, 0.02, 3),
+    "fsdp_exposed": (0.15, 0.01, 2),
+    "virtual_stages": (2, 1, 8),
+    "growth": (0.02, 1e-4, 0.3),
+}
+SMALL_SOURCE = 8
+FEW_ROWS = 3  # devices with fewer have no efficiency of their own
+_OTHER = "other"
+FIRST_EFFICIENCY, LEAST_EFFICIENCY = 0.7, 0.2
+# as a natural logarithm: how far measured times of one layout lie apart, and how far a constant may go from its first value
+ROW_SPREAD, START_SPREAD, EFFICIENCY_SPREAD = 0.1, 1.3, 0.33
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRun:
+    """A row with a measured speed.
+
+    Attributes:
+        row: Its columns.
+        layout: What was run.
+        tokens_per_s: Measured, of one device.
+        excluded: Why constants are not fitted to it; empty if they are.
+    """
+
+    row: dict[str, str]
+    layout: Layout
+    tokens_per_s: float
+    excluded: str = ""
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs over the peak."""
+        peak = self.layout.device.peak_flops(self.layout.arithmetic)
+        assert peak is not None  # read_layout
+        return self.layout.model.flops_per_token(self.layout.seq_len) * self.tokens_per_s / peak
+
+
+def read_runs() -> tuple[list[PublishedRun], list[str]]:
+    """All rows that can be compared, and why the others cannot."""
+    runs: list[PublishedRun] = []
+    refused: list[str] = []
+    with ROWS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                layout = read_layout(row)
+            except RowError as error:
+                refused.append(str(error))
+                continue
+            tokens = float(row["tokens_per_s_per_gpu"] or 0)
+            flops = float(row["tflops_per_gpu"] or 0) * 1e12
+            tokens = tokens or flops / layout.model.flops_per_token(layout.seq_len)
+            if not tokens:
+                refused.append("no speed was measured")
+                continue
+            runs.append(PublishedRun(row=row, layout=layout, tokens_per_s=tokens, excluded=_excluded(row)))
+    return runs, refused
+
+
+def _excluded(row: dict[str, str]) -> str:
+    if "unpacked" in row["notes"]:
+        return "tokens of padding are not counted"
+    if "power limited" in row["gpu_type"]:
+        return "the limit is not said"
+    if "SUSPECT" in row["notes"]:
+        return "marked as suspect"
+    if row["gpu_type"].startswith("TPU"):
+        return "another kind of device: constants would serve neither"
+    return ""
+
+
+def measured_s(runs: Sequence[PublishedRun], work: StepWork) -> Numbers:
+    """Measured step times: those of the tokens of ``work``."""
+    speed = np.array([run.tokens_per_s for run in runs])
+    return work.tokens_per_step / speed / work.num_devices
+
+
+def fit(layouts: Sequence[Layout], measured: Numbers) -> Constants:
+    """Constants for ``measured`` step times of ``layouts``."""
+    work, names = count_work(layouts), list(STARTS)
+    counts = Counter(efficiency_key(layout) for layout in layouts)
+    keys = [_OTHER, *sorted(key for key, count in counts.items() if count >= FEW_ROWS)]
+    which = np.array([keys.index(key) if (key := efficiency_key(layout)) in keys else 0 for layout in layouts])
+    starts = np.log([*(STARTS[name][0] for name in names), *[FIRST_EFFICIENCY] * len(keys)])
+    low = np.log([*(STARTS[name][1] for name in names), *[LEAST_EFFICIENCY] * len(keys)])
+    high = np.log([*(STARTS[name][2] for name in names), *[1.0] * len(keys)])
+    spread = np.array([START_SPREAD] * len(names) + [EFFICIENCY_SPREAD] * len(keys))
+
+    def constants(x: Numbers) -> Constants:
+        values = np.exp(x)
+        shared = dict(zip(names, map(float, values), strict=False))
+        efficiency = dict(zip(keys, map(float, values[len(names) :]), strict=True))
+        return Constants(**shared, other_efficiency=efficiency.pop(_OTHER), efficiency=efficiency)
+
+    def residuals(x: Numbers) -> Numbers:
+        predicted = step_time(work, np.exp(x[len(names) :])[which], constants(x)).total
+        return np.concatenate([np.log(predicted / measured) / ROW_SPREAD, (x - starts) / spread])
+
+    found = least_squares(residuals, starts, bounds=(low, high), loss="soft_l1", max_nfev=100)
+    return constants(found.x)
+
+
+def left_out(runs: Sequence[PublishedRun], groups: Sequence[str]) -> Numbers:
+    """Predicted step times of ``runs``, each by constants that are fitted to the runs of all other groups."""
+    layouts = [run.layout for run in runs]
+    measured = measured_s(runs, count_work(layouts))
+    predicted = np.zeros(len(runs))
+    of = np.array(groups)
+    for group in sorted(set(groups)):
+        inside = np.flatnonzero(of == group)
+        outside = [i for i in np.flatnonzero(of != group) if not runs[i].excluded]
+        constants = fit([layouts[i] for i in outside], measured[outside])
+        chosen = [layouts[i] for i in inside]
+        predicted[inside] = step_time(count_work(chosen), efficiencies(chosen, constants), constants).total
+    return predicted
+
+
+def by_source(runs: Sequence[PublishedRun]) -> list[str]:
+    """The group of each run: its source, or "others" for sources of few rows."""
+    sources = [run.row["source"] for run in runs]
+    return [source if sources.count(source) >= SMALL_SOURCE else "others" for source in sources]
+
+
+def quantile_spread(ratios: Numbers) -> float:
+    """The spread in which nine of ten of ``ratios`` (measured over predicted) lie."""
+    return float(np.expm1(np.quantile(np.abs(np.log(ratios)), 0.9)))
+
+
+def main() -> None:
+    """Write the constants that fit all runs."""
+    runs = [run for run in read_runs()[0] if not run.excluded]
+    layouts = [run.layout for run in runs]
+    measured = measured_s(runs, count_work(layouts))
+    fitted = fit(layouts, measured)
+    ratios = measured / left_out(runs, by_source(runs))
+    experts = np.array([bool(layout.model.experts) for layout in layouts])
+    values = {item.name: getattr(fitted, item.name) for item in fields(fitted)}
+    values["spread"] = quantile_spread(ratios[~experts])
+    values["spread_experts"] = quantile_spread(ratios[experts])
+    WRITTEN.write_text(json.dumps(_rounded(values), indent=2, sort_keys=True) + "\n")
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    assert isinstance(value, float)
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Shapes of transformer models: what fixes their parameters, FLOPs and activations. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A stack of equal transformer blocks between an embedding and an output matrix.
+
+    Attributes:
+        layers: Number of blocks.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Width of a head.
+        ffn: Hidden units of a dense feed-forward layer; of each expert where there are experts.
+        gated: Whether feed-forward layers have a gate (SwiGLU): three matrices in place of two.
+        vocab: Rows of the embedding.
+        tied: Whether the output matrix is the embedding.
+        experts: Experts of a layer; 0 for dense layers.
+        experts_per_token: Experts that a token goes to.
+        shared_ffn: Hidden units of experts that all tokens go to.
+        dense_layers: Of a model with experts, the blocks that have none.
+        dense_ffn: Hidden units of these.
+        query_rank: Rank of the low-rank query projection (multi-head latent attention); 0 without.
+        kv_rank: Rank of the low-rank key/value projection; 0 without.
+        rope_dim: Of latent attention, the rotary part of a head, beside ``head_dim``.
+        expert_period: Of a model with experts, one block of this many has them, after the ``dense_layers``.
+        max_seq_len: Tokens of a sequence that it is trained on; 0 if unknown.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    expert_period: int = 1
+    max_seq_len: int = 0
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of the matrices of one attention layer."""
+        if self.kv_rank:  # DeepSeek-V2, section 2.1
+            wide = self.head_dim + self.rope_dim
+            query = (
+                self.query_rank * (self.hidden + self.heads * wide)
+                if self.query_rank
+                else self.hidden * self.heads * wide
+            )
+            key_value = self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * self.heads * 2 * self.head_dim
+            return query + key_value + self.heads * self.head_dim * self.hidden
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def feed_forward_params(self, units: int) -> int:
+        """Parameters of a feed-forward layer with ``units`` hidden units."""
+        return (3 if self.gated else 2) * self.hidden * units
+
+    @property
+    def expert_layers(self) -> int:
+        """Blocks with experts."""
+        return (self.layers - self.dense_layers) // self.expert_period if self.experts else 0
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        return self.feed_forward_params(self.ffn)
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters of the blocks that every token passes: all but the experts."""
+        dense_units = (self.dense_ffn or self.ffn) if self.experts else self.ffn
+        shared = self.feed_forward_params(self.shared_ffn) + self.hidden * self.experts  # with the router
+        return (
+            self.layers * self.attention_params
+            + self.expert_layers * shared
+            + (self.layers - self.expert_layers) * self.feed_forward_params(dense_units)
+        )
+
+    @property
+    def params(self) -> int:
+        """Parameters of all matrices; norms and biases are left out."""
+        return self._with_experts(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def active_params(self) -> int:
+        """Those that multiply the activations of one token: without the embedding and the experts that it is not sent to."""
+        return self._with_experts(self.experts_per_token) + self.vocab * self.hidden
+
+    def _with_experts(self, experts: int) -> int:
+        return self.dense_params + self.expert_layers * experts * self.expert_params
+
+    @property
+    def score_dims(self) -> float:
+        """Multiplications of one query with one key, and of its weight with the value, over all heads: half of their sum."""
+        return self.heads * (self.head_dim + (self.rope_dim / 2 if self.kv_rank else 0))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of forward and backward per token, with attention over the whole square as published figures count it.
+
+        Source:
+            Narayanan et al. 2021 (arXiv 2104.04473), appendix; Chowdhery et al. 2022 (PaLM), appendix B.
+        """
+        return 6.0 * self.active_params + 12.0 * self.layers * self.score_dims * seq_len

@@ -1,0 +1,93 @@
+"""Predicted speed of layouts, with the interval in which nine of ten runs lie. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from unisono.planner.layout import Layout
+from unisono.planner.published_rows import RowError, read_layout
+from unisono.planner.step_time import StepTime, efficiencies, fitted_constants, step_time
+from unisono.planner.step_work import count_work
+
+# appended to rows; ``confidence`` is ``Prediction.spread``
+PREDICTED = ("pred_step_time_s", "pred_tflops_per_gpu", "pred_tokens_per_s_per_gpu", "pred_mfu", "confidence", "error")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """The step of one layout.
+
+    Attributes:
+        step_s: Seconds of a step.
+        parts_s: What they consist of, by the names of ``StepTime``.
+        tokens_per_s: Tokens of a device.
+        model_flops_per_s: FLOP/s of a device, without what is recomputed, with attention over the whole square.
+        utilization: These over the device's peak (MFU).
+        spread: Nine of ten runs lie between ``step_s`` divided and multiplied by 1 + ``spread`` (``Constants.spread``).
+    """
+
+    step_s: float
+    parts_s: Mapping[str, float]
+    tokens_per_s: float
+    model_flops_per_s: float
+    utilization: float
+    spread: float
+
+
+def predict(layouts: Sequence[Layout]) -> list[Prediction]:
+    """A prediction for each of ``layouts``."""
+    if not layouts:
+        return []
+    fitted = fitted_constants()
+    work = count_work(layouts)
+    times = step_time(work, efficiencies(layouts, fitted), fitted)
+    total = times.total
+    predictions: list[Prediction] = []
+    for i, layout in enumerate(layouts):
+        step_s = float(total[i])
+        tokens_per_s = float(work.tokens_per_step[i]) / step_s / layout.num_devices
+        flops = tokens_per_s * layout.model.flops_per_token(layout.seq_len)
+        predictions.append(
+            Prediction(
+                step_s=step_s,
+                parts_s={item.name: float(getattr(times, item.name)[i]) for item in fields(StepTime)},
+                tokens_per_s=tokens_per_s,
+                model_flops_per_s=flops,
+                utilization=flops / float(work.peak_flops[i]),
+                spread=fitted.spread_experts if layout.model.experts else fitted.spread,
+            )
+        )
+    return predictions
+
+
+def predict_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """``rows`` with the columns of ``PREDICTED``: a prediction, or in ``error`` why there is none."""
+    layouts: dict[int, Layout] = {}
+    errors: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        try:
+            layouts[number] = read_layout(row)
+        except RowError as error:
+            errors[number] = str(error)
+    predictions = dict(zip(layouts, predict(list(layouts.values())), strict=True))
+    return [
+        {**row, **(as_columns(predictions[number]) if number in predictions else _without(errors[number]))}
+        for number, row in enumerate(rows)
+    ]
+
+
+def as_columns(prediction: Prediction) -> dict[str, str]:
+    """The columns of ``PREDICTED``."""
+    values = (
+        prediction.step_s,
+        prediction.model_flops_per_s / 1e12,
+        prediction.tokens_per_s,
+        prediction.utilization,
+        prediction.spread,
+    )
+    return {**dict(zip(PREDICTED, (f"{value:.6g}" for value in values), strict=False)), "error": ""}
+
+
+def _without(error: str) -> dict[str, str]:
+    return {**dict.fromkeys(PREDICTED, ""), "error": error}

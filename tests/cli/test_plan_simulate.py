@@ -1,0 +1,67 @@
+"""``unisono plan simulate``: one job, or rows of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from commands import Desk
+
+JOB = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", "tp=8", "pp=4", "micro_batch=1", "global_batch=64")
+
+
+def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
+    text = desk.here("plan", "simulate", *JOB)
+    assert text.code == 0, text.err
+    first, second, *parts = text.out.splitlines()
+    assert first.startswith("step ")
+    assert "nine of ten such runs lie between" in first
+    assert "of its peak" in second
+    assert parts[0].split()[0] == "matmul"
+    found = json.loads(desk.here("plan", "simulate", "--json", *JOB).out)
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"])
+    assert found["job"] == dict(setting.split("=") for setting in JOB)
+    slow = json.loads(desk.here("plan", "simulate", "--json", *JOB, "recompute=full").out)
+    assert slow["step_s"] > found["step_s"]
+
+
+def test_rows_come_back_with_predictions(desk: Desk) -> None:
+    file = desk.folder / "rows.csv"
+    file.write_text(
+        '\ufeffmodel,gpu_type,gpus,tp,mine\nllama-3-8b,H100,8,1,"a, ""b"" é"\nnobody-1b,H100,8,,\nllama-3-8b,h100,8\n'
+    )
+    answer = desk.here("plan", "simulate", "--rows", str(file))
+    assert answer.code == 0, answer.err
+    first, second, third = csv.DictReader(io.StringIO(answer.out))
+    assert list(first)[:5] == ["model", "gpu_type", "gpus", "tp", "mine"]
+    assert first["mine"] == 'a, "b" é'
+    assert float(first["pred_step_time_s"]) > 0
+    assert first["error"] == ""
+    assert second["error"] == "model 'nobody-1b' has no preset, and the row lacks layers, hidden or heads"
+    assert third["pred_step_time_s"] == first["pred_step_time_s"]  # a short row: other columns are empty
+    as_json = json.loads(desk.here("plan", "simulate", "--json", "--rows", str(file)).out)["rows"]
+    assert as_json == [first, second, third]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no job"),
+        ((*JOB, "--rows", "rows.csv"), "both a job and --rows"),
+        (("model",), "model\n  rule: a job is described by COLUMN=VALUE"),
+        (("layer=2",), "layer=2\n  rule: a job is described by COLUMN=VALUE"),
+        (("model=llama-3-8b", "gpu_type=abacus", "gpus=8"), "rule: device 'abacus' has no preset"),
+        (("--rows", "rows.csv"), "rows.csv: no column gpu_type, gpus"),
+        (("--rows", "bytes.csv"), "rows are read from a CSV file in UTF-8"),
+        (("--rows", "quote.csv"), "rows are read from a CSV file in UTF-8"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
+    (desk.folder / "rows.csv").write_text("model\nllama-3-8b\n")
+    (desk.folder / "bytes.csv").write_bytes(b"model,gpu_type,gpus\n\xff\xfe,H100,8\n")
+    (desk.folder / "quote.csv").write_text('model,gpu_type,gpus\n"a"b,H100,8\n')
+    answer = desk.here("plan", "simulate", *arguments)
+    assert answer.code == 2
+    assert said in answer.err

@@ -1,0 +1,231 @@
+"""Counts of a step against shapes, and what must hold of any predicted step time."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.planner.devices import DEVICES, find_device
+from unisono.planner.layout import Layout
+from unisono.planner.model_presets import PRESETS, find_preset
+from unisono.planner.model_shape import ModelShape
+from unisono.planner.simulate import predict
+from unisono.planner.step_time import Constants, efficiencies, fitted_constants, step_time
+from unisono.planner.step_work import count_work
+
+LLAMA, DEEPSEEK = PRESETS["llama-3-70b"], PRESETS["deepseek-v3"]
+# exposes everything, so that each part can be checked by hand
+PLAIN = Constants(
+    half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, head=1, traffic=0, tp_exposed=1,
+    tp_latency_s=0, ep_exposed=1, cp_exposed=1, dp_exposed=1, fsdp_exposed=1, virtual_stages=1, growth=0, efficiency={},
+    other_efficiency=0.5,
+)  # fmt: skip
+
+
+def layout(model: ModelShape = LLAMA, device: str = "h100", **changes: Any) -> Layout:
+    plan: dict[str, Any] = {"num_devices": 64, "global_batch": 128, "seq_len": 8192, "arithmetic": "bf16", **changes}
+    return Layout(model=model, device=DEVICES[device], **plan)
+
+
+def seconds(*layouts: Layout, constants: Constants = PLAIN) -> Any:
+    return step_time(count_work(layouts), efficiencies(layouts, constants), constants)
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "deepseek-v3", "llama-4-maverick", "gpt3-175b"])
+@pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"pp": 8}, {"cp": 2}, {"tp": 2, "pp": 2, "ep": 4}], ids=str)
+def test_ranks_together_compute_the_models_flops(name: str, axes: dict[str, int]) -> None:
+    model = PRESETS[name]
+    job = layout(model, **axes)
+    work = count_work([job])
+    flops = work.matmul_flops + work.expert_flops + work.attention_flops + work.head_flops
+    whole = float(flops[0] * work.num_micro_batches[0]) * job.num_devices
+    # published figures count attention over the whole square; causal attention computes half of it
+    square = 6 * model.layers * model.score_dims * job.seq_len
+    assert whole == pytest.approx(float(work.tokens_per_step[0]) * (model.flops_per_token(job.seq_len) - square))
+    assert work.tokens_per_step[0] == job.global_batch * job.seq_len
+
+
+def test_full_recompute_is_one_more_forward_pass_of_the_blocks() -> None:
+    kept, again = (count_work([layout(recompute=how)]) for how in ("none", "full"))
+    assert again.matmul_flops[0] == pytest.approx(4 / 3 * kept.matmul_flops[0])
+    assert again.head_flops[0] == kept.head_flops[0]
+
+
+def test_a_pipeline_waits_for_its_other_stages() -> None:
+    """(p - 1) / (m v) of the time that a rank computes (arXiv 2104.04473, section 2.2.2)."""
+    jobs = [layout(pp=8, num_devices=8, global_batch=32, virtual_stages=v) for v in (1, 2)]
+    found = seconds(*jobs)
+    busy = found.matmul + found.attention + found.head
+    np.testing.assert_allclose(found.bubble / busy, [7 / 32, 7 / 64])
+
+
+def test_collectives_take_their_bytes_over_the_bandwidth() -> None:
+    job = layout(tp=8, num_devices=8, global_batch=1)
+    found = seconds(job)
+    all_bytes = 8 * LLAMA.layers * 2 * LLAMA.hidden * 8192 * 7 / 8
+    assert found.tensor_parallel[0] == pytest.approx(all_bytes / 450e9)
+    two = seconds(replace(job, tp=16, num_devices=16))  # leaves the domain of fast links
+    assert two.tensor_parallel[0] == pytest.approx(all_bytes * (15 / 16) / (7 / 8) / 50e9)
+
+
+def test_gradients_are_reduced_once_in_a_step() -> None:
+    few, many = (seconds(layout(num_devices=8, global_batch=batch)) for batch in (8, 64))
+    assert few.gradients[0] == many.gradients[0] == pytest.approx(6 * LLAMA.params / 450e9)
+    assert many.matmul[0] == pytest.approx(8 * few.matmul[0])
+
+
+def test_experts_see_the_tokens_of_all_ranks_that_share_them() -> None:
+    alone, shared = count_work([layout(DEEPSEEK), layout(DEEPSEEK, ep=32)]).expert_tokens
+    assert alone == pytest.approx(8192 * 8 / 256)
+    assert shared == pytest.approx(32 * alone)
+
+
+def jobs() -> st.SearchStrategy[Layout]:
+    """Layouts of any kind."""
+    power = st.integers(0, 3).map(lambda exponent: 2**exponent)
+    return st.builds(
+        lambda model, device, tp, pp, cp, dp, ep, micro, batches, recompute: Layout(
+            model=PRESETS[model],
+            device=DEVICES[device],
+            arithmetic="bf16",
+            num_devices=tp * pp * cp * dp * ep,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep if PRESETS[model].experts else 1,
+            micro_batch=micro,
+            global_batch=micro * batches * dp * ep,
+            seq_len=4096,
+            recompute=recompute,
+        ),
+        st.sampled_from(sorted(PRESETS)),
+        st.sampled_from(sorted(name for name in DEVICES if name not in ("v100", "b300"))),
+        *([power] * 6),
+        st.integers(1, 64),
+        st.sampled_from(["none", "full"]),
+    )
+
+
+@given(jobs())
+def test_parts_add_up_and_none_is_negative(job: Layout) -> None:
+    (found,) = predict([job])
+    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
+    assert min(found.parts_s.values()) >= 0
+    assert 0 < found.utilization < 1
+    assert found.tokens_per_s * found.step_s * job.num_devices == pytest.approx(job.global_batch * job.seq_len)
+
+
+@given(jobs())
+def test_what_is_slower_or_more_takes_longer(job: Layout) -> None:
+    device = job.device
+    slower = [
+        replace(job, device=replace(device, memory_bytes_per_s=device.memory_bytes_per_s / 2)),
+        replace(job, device=replace(device, link_bytes_per_s=device.link_bytes_per_s / 2)),
+        replace(job, device=replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)),
+        replace(job, device=replace(device, tflops={name: flops / 2 for name, flops in device.tflops.items()})),
+        replace(job, global_batch=2 * job.global_batch),
+        replace(job, recompute="full"),
+    ]
+    first, *others = predict([job, *slower])
+    assert all(other.step_s >= first.step_s * (1 - 1e-9) for other in others)
+
+
+@given(st.lists(jobs(), min_size=2, max_size=4))
+def test_layouts_do_not_change_each_other(several: list[Layout]) -> None:
+    together = predict(several)
+    for job, found in zip(several, together, strict=True):
+        assert predict([job])[0].step_s == pytest.approx(found.step_s, rel=1e-12)
+
+
+def test_every_constant_counts() -> None:
+    """No constant of the cost model may be without effect."""
+    varied = [
+        layout(tp=8, pp=4, cp=2, dp_shard=2, num_devices=512),
+        layout(DEEPSEEK, ep=32, num_devices=512, arithmetic="fp8"),
+        layout(PRESETS["gpt2-124m"], device="l40s"),
+    ]
+    now = fitted_constants()
+    for item in fields(Constants):
+        value = getattr(now, item.name)
+        if item.name == "efficiency":
+            changed = {key: share / 2 for key, share in value.items()}
+        else:
+            changed = value / 2
+        if item.name.startswith("spread"):
+            continue  # of the interval, not of the time
+        other = replace(now, **{item.name: changed})
+        before, after = (seconds(*varied, constants=constants).total for constants in (now, other))
+        assert not np.allclose(before, after, rtol=1e-9), item.name
+
+
+# of the papers and model cards, in billions: parameters, and those of one token
+KNOWN = {
+    "llama-3-8b": (8.03, None),
+    "llama-3-70b": (70.6, None),
+    "llama-3-405b": (405.9, None),
+    "mixtral-8x7b": (46.7, 12.9),
+    "deepseek-v3": (671, 37),
+    "kimi-k2": (1026, 32),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235, 22),
+    "gpt-oss-120b": (116.8, 5.1),
+    "gpt-oss-20b": (20.9, 3.6),
+    "llama-4-scout": (109, 17),
+    "llama-4-maverick": (400, 17),
+    "qwen2-57b-a14b": (57.4, 14.2),
+    "olmo-2-32b": (32.2, None),
+    "nemotron-4-340b": (341, None),
+    "gpt3-175b": (174.6, None),
+    "gpt-529.6b": (529.6, None),
+    "gpt-1t": (1008, None),
+    "bloom-176b": (176.2, None),
+    "maxtext-1024b": (1000, None),
+    "maxtext-22b": (22, None),
+    "maxtext-52b": (52, None),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_presets_have_the_published_parameters(name: str) -> None:
+    total, active = KNOWN[name]
+    assert PRESETS[name].params / 1e9 == pytest.approx(total, rel=0.025)
+    if active:
+        assert PRESETS[name].active_params / 1e9 == pytest.approx(active, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("LLAMA3.1_405B", "llama-3-405b"),
+        ("llama3.1-70b SFT", "llama-3-70b"),
+        ("llama3.2-1b", "llama-3.2-1b"),
+        ("DeepSeekV3 (w/o MTP)", "deepseek-v3"),
+        ("deepseek3-671b", "deepseek-v3"),
+        ("Qwen3_30B_a3B", "qwen3-30b-a3b"),
+        ("GPT OSS 120B", "gpt-oss-120b"),
+    ],
+)
+def test_presets_are_found_however_they_are_written(written: str, preset: str) -> None:
+    assert find_preset(written) is PRESETS[preset]
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("A100-40GB", "a100-40"),
+        ("A100-80GB (NDm v4)", "a100-80"),
+        ("H100-96GB-HBM2e-500W", "h100-hbm2e"),
+        ("GB300", "gb300"),
+        ("TPU7x (Ironwood)", "tpu-v7x"),
+        ("h100-pcie", "h100-pcie"),
+    ],
+)
+def test_devices_are_found_however_they_are_written(written: str, preset: str) -> None:
+    assert find_device(written) is DEVICES[preset]
+    assert find_device("Abacus") is None
+    assert find_preset("abacus-7b") is None
