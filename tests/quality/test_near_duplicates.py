@@ -10,6 +10,7 @@ import planted
 import pytest
 
 from unisono.quality.documents import find_documents
+from unisono.quality.duplicates.clusters import find_clusters
 from unisono.quality.duplicates.near_duplicates import MAX_BUCKET, exact_duplicates, jaccard, near_duplicates
 from unisono.quality.duplicates.shingles import shingle_hashes
 from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
@@ -134,6 +135,43 @@ def test_many_documents_with_one_boilerplate_are_counted(tmp_path: Path) -> None
     duplicates, num_capped = near_duplicates(sketches, 0.8, np.zeros(0, np.int64))
     assert len(duplicates) == 0
     assert num_capped > 0
+
+
+def family(rng: np.random.Generator, number: int) -> tuple[list[str], list[int], list[str]]:
+    """Documents of one boilerplate that are below the limit, late ones of them, and copies of these with another word."""
+    boilerplate = planted.documents(1, rng, words=(200, 201))[0]
+    texts = [f"{boilerplate} {part}" for part in planted.documents(number, rng, words=(30, 31))]
+    sources = sorted(rng.choice(np.arange(number // 2, number), 60, replace=False).tolist())
+    copies = [" ".join("other" if i == 215 else word for i, word in enumerate(texts[at].split())) for at in sources]
+    assert planted.jaccard(texts[0], texts[1]) < 0.8
+    assert planted.jaccard(texts[sources[0]], copies[0]) > 0.95
+    return texts, sources, copies
+
+
+def test_copies_are_found_among_many_documents_with_one_boilerplate(tmp_path: Path) -> None:
+    """Those before them share more bands with a copy than its source does, but bands that all share."""
+    texts, sources, copies = family(np.random.default_rng(6), 3 * MAX_BUCKET)
+    duplicates = found(sketched(tmp_path, [*texts, *copies]))
+    assert [(document, of) for document, of, _ in duplicates] == [(len(texts) + i, at) for i, at in enumerate(sources)]
+
+
+def test_documents_of_another_split_are_found_among_many_with_one_boilerplate(tmp_path: Path) -> None:
+    texts, sources, copies = family(np.random.default_rng(7), 3 * MAX_BUCKET)
+    sketches = sketched(tmp_path, [*texts, *copies])
+    split_of = np.repeat([0, 1], [len(texts), len(copies)])
+    duplicates, _ = near_duplicates(sketches, 0.8, np.zeros(0, np.int64), split_of)
+    assert duplicates.of.tolist() == sources
+    cluster_of, _ = find_clusters("text", sketches, DuplicateOptions(), None)
+    assert cluster_of[len(texts) :].tolist() == sources
+
+
+def test_only_left_out_documents_of_another_split_are_counted(tmp_path: Path) -> None:
+    """A document that shares nothing is compared with all that there is for it, however alike the others are."""
+    texts, _, _ = family(np.random.default_rng(8), 2 * MAX_BUCKET)
+    alone = planted.documents(1, np.random.default_rng(9), words=(80, 81))
+    split_of = np.repeat([0, 1], [len(texts), 1])
+    duplicates, num_capped = near_duplicates(sketched(tmp_path, [*texts, *alone]), 0.8, np.zeros(0, np.int64), split_of)
+    assert (len(duplicates), num_capped) == (0, 0)
 
 
 def test_jaccard_of_sets_that_were_cut() -> None:

@@ -45,13 +45,18 @@ def find_clusters(
         buckets = Buckets()
         for document, shared in candidates(sketches, exact.document, progress):
             others, is_capped = buckets.sharing(shared)
-            shingles = sketches.shingles(document)
-            for other in others[:MAX_COMPARED]:
-                is_joined = find_root(parent, other) == find_root(parent, document)
-                if not is_joined and jaccard(shingles, sketches.shingles(other), near) >= near:
+            shingles, num_compared = sketches.shingles(document), 0
+            for other in others:
+                if find_root(parent, other) == find_root(parent, document):
+                    continue
+                if num_compared == MAX_COMPARED:
+                    is_capped = True
+                    break
+                num_compared += 1
+                if jaccard(shingles, sketches.shingles(other), near) >= near:
                     union(parent, document, other)
             buckets.add(document, shared)
-            num_capped += is_capped or len(others) > MAX_COMPARED
+            num_capped += is_capped
     if group_of is not None:
         first_of_group: dict[int, int] = {}
         for document in np.flatnonzero(group_of >= 0).tolist():

@@ -20,10 +20,11 @@ from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.duplicates.sketches import MAX_SHINGLES
 from unisono.quality.progress import SILENT, Progress
 
-MAX_COMPARED: Final = 100  # documents that one is compared with: those that share the most bands with it
+MAX_COMPARED: Final = 100  # documents that one is compared with: the first of ``Buckets.sharing``
 # documents of a group that a bucket holds: where more share a band, they share boilerplate, and near ones share other bands too
 MAX_BUCKET: Final = 200
 MAX_GROUPS: Final = 16  # that a bucket holds
+_WHOLE: Final = 1 << 40  # the weight of a bucket, in parts: integers, so that the order of a sum changes nothing
 _Numbers = NDArray[np.int64]
 
 
@@ -117,18 +118,18 @@ def near_duplicates(
         The duplicates, each with the most similar of those it was compared with; and how many of the other documents were not
         compared with all of their candidates, as there were too many.
     """
-    buckets = Buckets()
+    # of splits there are few; all that a bucket knows is of documents that the others are compared with
+    buckets = Buckets() if split_of is None else Buckets(max_groups=len(np.unique(split_of)))
     found: list[tuple[int, int, float]] = []
     num_capped = 0
     for document, shared in candidates(sketches, excluded, progress):
-        others, is_capped = buckets.sharing(shared)
-        if split_of is not None:
-            others = [other for other in others if split_of[other] != split_of[document]]
+        split = None if split_of is None else int(split_of[document])
+        others, is_capped = buckets.sharing(shared, without=split)
         best = _most_similar(sketches, document, others[:MAX_COMPARED], near)
         if best is not None:
             found.append((document, *best))
-        if best is None or split_of is not None:
-            buckets.add(document, shared)
+        if best is None or split is not None:
+            buckets.add(document, shared, split or 0)
         num_capped += best is None and (is_capped or len(others) > MAX_COMPARED)
     return duplicates_of(found), num_capped
 
@@ -147,36 +148,46 @@ def duplicates_of(found: Sequence[tuple[int, int, float]]) -> Duplicates:
 class Buckets:
     """Documents by the keys of their bands, a limited number of each, and of each group of documents."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+        self._max_groups = max_groups
         self._members: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+        self._left_out: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # groups of documents that a bucket had no room for
 
     def sharing(self, buckets: Sequence[int], without: int | None = None) -> tuple[list[int], bool]:
-        """Documents in any of these buckets, those in most of them first, then in order; and whether one of these is full.
+        """Documents in any of these buckets, and whether one of these had no room for others.
+
+        A bucket counts the less, the more documents it holds: what many share is boilerplate. Documents that share most, so
+        counted, come first, then in order.
 
         Args:
             buckets: Numbers of buckets.
             without: A group whose documents are left out.
         """
         shared: Counter[int] = Counter()
-        is_full = False
+        is_capped = False
         for bucket in buckets:
-            groups = self._members.get(bucket, {})
-            is_full |= len(groups) == MAX_GROUPS
+            groups = self._members.get(bucket)
+            if groups is None:
+                continue
+            weight = _WHOLE // sum(map(len, groups.values()))
             for group, members in groups.items():
                 if group != without:
-                    shared.update(members)
-                    is_full |= len(members) == MAX_BUCKET
-        return sorted(shared, key=lambda other: (-shared[other], other)), is_full
+                    for member in members:
+                        shared[member] += weight
+            is_capped |= bool(self._left_out.get(bucket, set()) - {without})
+        return sorted(shared, key=lambda other: (-shared[other], other)), is_capped
 
     def add(self, document: int, buckets: Sequence[int], group: int = 0) -> None:
         """Put a document of a group into its buckets, as far as these have room for the group."""
         for bucket in buckets:
             groups = self._members[bucket]
-            if group not in groups and len(groups) == MAX_GROUPS:
-                continue
-            members = groups.setdefault(group, [])
-            if len(members) < MAX_BUCKET:
+            has_room = group in groups or len(groups) < self._max_groups
+            if has_room and len(members := groups.setdefault(group, [])) < MAX_BUCKET:
                 members.append(document)
+            else:
+                self._left_out[bucket].add(group)
 
 
 def _most_similar(sketches: Sketches, document: int, others: Sequence[int], near: float) -> tuple[int, float] | None:
