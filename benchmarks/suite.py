@@ -370,7 +370,7 @@ BENCHMARKS = (
                 aim=at_most(1.1, "≤ 1.1: flat"),
             ),
             Row(
-                "{0}: time and memory",
+                "{0}: time beyond that of one document, and memory",
                 "growth/sizes/*",
                 figures.cost_of_document,
                 aim=at_most(66.7, "≥ 15,000 documents/s"),
