@@ -38,7 +38,6 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "tp_exposed": (0.6, 0.05, 4),
     "tp_latency_s": (2e-5, 1e-7, 1e-3),
     "ep_exposed": (1, 0.05, 8),
-    "cp_exposed": (0.5, 0.3, 8),
     "dp_exposed": (0.3, 0.02, 3),
     "fsdp_exposed": (0.15, 0.01, 2),
     "virtual_stages": (2, 1, 4),

@@ -22,7 +22,7 @@ LLAMA, DEEPSEEK = PRESETS["llama-3-70b"], PRESETS["deepseek-v3"]
 # exposes everything, so that each part can be checked by hand
 PLAIN = Constants(
     half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, head=1, traffic=0, tp_exposed=1,
-    tp_latency_s=0, ep_exposed=1, cp_exposed=1, dp_exposed=1, fsdp_exposed=1, virtual_stages=1, growth=0, efficiency={},
+    tp_latency_s=0, ep_exposed=1, dp_exposed=1, fsdp_exposed=1, virtual_stages=1, growth=0, efficiency={},
     other_efficiency=0.5,
 )  # fmt: skip
 
@@ -71,6 +71,18 @@ def test_collectives_take_their_bytes_over_the_bandwidth() -> None:
     assert found.tensor_parallel[0] == pytest.approx(all_bytes / 450e9)
     two = seconds(replace(job, tp=16, num_devices=16))  # leaves the domain of fast links
     assert two.tensor_parallel[0] == pytest.approx(all_bytes * (15 / 16) / (7 / 8) / 50e9)
+
+
+def test_keys_and_values_of_other_ranks_hide_behind_attention() -> None:
+    """Six passes over those of a rank's heads, from each other rank; a rank has 8,192 tokens and one of eight heads."""
+    job = layout(cp=8, tp=8, num_devices=64, seq_len=65536, global_batch=1)
+    bytes_sent = 6 * LLAMA.layers * 2 * LLAMA.head_dim * 8192 * 7
+    assert count_work([job]).cp_s[0] == pytest.approx(bytes_sent / 50e9)
+    found = seconds(job)
+    assert found.context_parallel[0] < 0.1 * count_work([job]).cp_s[0]
+    short = replace(job, seq_len=8192, micro_batch=8, global_batch=8)  # as many bytes, an eighth of the attention
+    assert count_work([short]).cp_s[0] == pytest.approx(bytes_sent / 50e9)
+    assert seconds(short).context_parallel[0] > found.context_parallel[0]
 
 
 def test_gradients_are_reduced_once_in_a_step() -> None:

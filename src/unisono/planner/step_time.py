@@ -36,7 +36,6 @@ class Constants:
         tp_exposed: Share of tensor-parallel communication that is waited for; above 1, links do not reach their data sheet.
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_exposed: The same share for experts.
-        cp_exposed: The same share for the context.
         dp_exposed: The same share for the reduction of gradients.
         fsdp_exposed: The same share for sharded parameters.
         virtual_stages: Of a pipeline whose runs do not say it.
@@ -58,7 +57,6 @@ class Constants:
     tp_exposed: float
     tp_latency_s: float
     ep_exposed: float
-    cp_exposed: float
     dp_exposed: float
     fsdp_exposed: float
     virtual_stages: float
@@ -142,8 +140,9 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepTim
         "memory": fitted.traffic * work.activation_bytes / work.memory_bytes_per_s,
         "tensor_parallel": fitted.tp_exposed * work.tp_s + fitted.tp_latency_s * 8 * work.layers * (work.tp_s > 0),
         "expert_parallel": fitted.ep_exposed * work.ep_s,
-        "context_parallel": fitted.cp_exposed * work.cp_s,
     }
+    # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
+    each["context_parallel"] = _beyond(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
     each["sharding"] = fitted.fsdp_exposed * work.fsdp_s + _beyond(device, work.fsdp_s)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}

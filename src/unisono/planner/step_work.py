@@ -88,7 +88,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.model.hidden,
         lambda it: it.model.vocab,
         lambda it: it.model.score_dims,
-        lambda it: it.model.kv_rank or it.model.kv_heads * it.model.head_dim,
+        lambda it: it.model.kv_rank or it.model.kv_heads * it.model.head_dim / min(it.tp, it.model.kv_heads),
     )
     dense, expert, expert_layers, experts, active, units, all_params = columns(
         layouts,
