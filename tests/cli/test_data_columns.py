@@ -59,6 +59,26 @@ def test_files_of_different_encodings(desk: Desk) -> None:
     assert (desk.folder / "out" / "data" / "b.csv").read_bytes() == b"x\n2\n3\n"
 
 
+def test_a_file_with_semicolons(desk: Desk) -> None:
+    (desk.folder / "a.csv").write_text("x;y\n1;2\n3;4\n")
+    for command in (("columns", "a.csv"), ("dedup", "a.csv", "--exact", "--out", "out")):
+        done = desk.here("data", *command)
+        assert done.code == 2
+        assert "a header line with the one name 'x;y'" in done.err
+        assert "where it has ';'" in done.err
+
+
+def test_a_column_that_is_named_twice_is_judged_once(desk: Desk) -> None:
+    write(desk, "a.jsonl", spike=True)
+    once = desk.here("data", "columns", "a.jsonl", "--column", "x", "--out", "once", "--json").json
+    twice = desk.here("data", "columns", "a.jsonl", "--column", "x", "--column", "x", "--out", "twice", "--json").json
+    assert [column["name"] for column in twice["numeric"]] == ["x"]
+    assert twice["numeric"] == once["numeric"]
+    flagged = [(desk.folder / name / "flagged.jsonl").read_text() for name in ("once", "twice")]
+    assert len(flagged[0].splitlines()) == 1
+    assert flagged[1] == flagged[0]
+
+
 def test_files_of_one_schema(desk: Desk) -> None:
     write(desk, "a.jsonl")
     done = desk.here("data", "columns", "a.jsonl", "--time", "t", "--max-gap", "20", "--json")

@@ -289,6 +289,29 @@ def test_clean_against_benchmarks(desk: Desk, caplog: pytest.LogCaptureFixture) 
     assert "3 of bench.jsonl" in caplog.text
 
 
+def test_benchmarks_are_relative_to_the_file_that_names_them(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", f"some more {TEXT}", "another text")
+    write(desk.folder, "bench.jsonl", "a benchmark in the current folder")
+    write(desk.folder, "sub/bench.jsonl", TEXT)
+    (desk.folder / "sub" / "base.toml").write_text("filter.enabled = false\ndecontaminate.against = ['bench.jsonl']\n")
+    (desk.folder / "clean.toml").write_text("base = 'sub/base.toml'\n")
+    found = [
+        desk.here("data", "clean", "a.jsonl", "--recipe", recipe, "--out", out, "--json")
+        for recipe, out in (("sub/base.toml", "1"), ("clean.toml", "2"))
+    ]
+    found.append(
+        Desk(desk.folder / "sub", desk.cache).here(
+            "data", "clean", "../a.jsonl", "--recipe", "base.toml", "--out", "../3", "--json"
+        )
+    )
+    for done in found:
+        assert done.code == 0, done.err
+        assert done.json["dropped"] == {"decontaminate": 1}
+    assert len({done.json["recipe_hash"] for done in found}) == 1
+    given = ("--recipe", "sub/base.toml", "--set", 'decontaminate.against=["bench.jsonl"]')
+    assert desk.here("data", "clean", "a.jsonl", *given, "--out", "4", "--json").json["dropped"] == {}
+
+
 def test_images(desk: Desk) -> None:
     write_photographs(desk.folder / "train", range(12))
     write_photographs(desk.folder / "test", range(100, 104))
@@ -386,14 +409,45 @@ def test_options_that_are_refused(desk: Desk, options: tuple[str, ...]) -> None:
         ("leak", "a.jsonl", "b.jsonl"),
     ],
 )
-@pytest.mark.parametrize(("option", "value"), [("--crops", True), ("--no-crops", False)])
-def test_crops_are_of_images(desk: Desk, command: tuple[str, ...], option: str, value: bool) -> None:
+@pytest.mark.parametrize(("option", "value"), [("--crops", "true"), ("--no-crops", "false")])
+def test_crops_are_of_images(desk: Desk, command: tuple[str, ...], option: str, value: str) -> None:
     write(desk.folder, "a.jsonl", "one two three")
     write(desk.folder, "b.jsonl", "one two")
     done = desk.here("data", *command, option)
     assert done.code == 2
     assert f"dedup.crops = {value}, for text" in done.err
     assert not (desk.folder / "out").exists()
+
+
+def test_the_seed_of_signatures_is_of_texts(desk: Desk) -> None:
+    """That of a split draws images, too."""
+    write_photographs(desk.folder / "photos", range(6))
+    write_photographs(desk.folder / "others", range(6, 8))
+    for command in (
+        ("dedup", "photos", "--seed", "9", "--out", "out"),
+        ("leak", "photos", "others", "--seed", "9"),
+        ("labels", "photos", "--seed", "9", "--out", "out"),
+        ("clean", "photos", "--set", "dedup.seed=9", "--out", "out"),
+    ):
+        refused = desk.here("data", *command)
+        assert refused.code == 2, command
+        assert "dedup.seed = 9, for images" in refused.err
+    parts = ("--part", "a=0.5", "--part", "b=0.5")
+    assert desk.here("data", "split", "photos", "--seed", "9", "--out", "out", *parts).code == 0
+
+
+def test_a_step_that_the_data_do_not_have_is_not_turned_off(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT)
+    write_photographs(desk.folder / "photos", range(3))
+    for data, setting, content in (
+        ("a.jsonl", "images.enabled", "text"),
+        ("photos", "normalize.enabled", "images"),
+        ("photos", "filter.enabled", "images"),
+    ):
+        refused = desk.here("data", "clean", data, "--set", f"{setting}=false", "--out", "no")
+        assert refused.code == 2
+        assert f"{setting} = false, for {content}" in refused.err
+        assert not (desk.folder / "no").exists()
 
 
 def test_options_of_rows(desk: Desk) -> None:

@@ -90,6 +90,28 @@ def test_a_resume_with_other_rows_is_refused(desk: Desk) -> None:
     assert "never see others" in refused.err
 
 
+def test_the_counts_of_a_part_go_with_it(desk: Desk) -> None:
+    assert desk.here("data", "dedup", "a.jsonl", "--exact", "--column=text", "--out=unique").code == 0
+    shares = ("--part=train=0.75", "--part=valid=0.25")
+    for more in ((), ("--index-only",)):
+        out = "rows" if more else "parts"
+        done = desk.here(
+            "data", "split", "unique/data/a.jsonl", "--exact", "--column=text", f"--out={out}", *shares, *more
+        )
+        assert done.code == 0, done.err
+    run = train(desk, "run", 5, "--set=data.train=parts/train/data/a.jsonl", "--set=data.eval=parts/valid/data/a.jsonl")
+    addresses = ("parts/train", "parts/valid/data", "rows/valid")
+    cleaning = [*cleaning_of(run).values(), *cleaning_facts(desk.folder / each for each in addresses).values()]
+    assert [(facts["part"], facts["documents"]) for facts in cleaning] == [
+        ("train", 60),
+        ("valid", 20),
+        ("train", 60),
+        ("valid", 20),
+        ("valid", 20),
+    ]
+    assert [facts["kept"] for each in cleaning for facts in each["inputs"].values()] == [80] * 5
+
+
 def test_the_recipe_goes_with_packed_texts(desk: Desk) -> None:
     cleaned = desk.here("data", "dedup", "a.jsonl", "--exact", "--column=text", "--out=unique", "--json").json
     packed = desk.here("data", "pack", "unique/data/a.jsonl", "t.bin", "--text-column=text")

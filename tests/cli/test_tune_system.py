@@ -131,6 +131,28 @@ def test_a_range_without_steps_is_refused(desk: Desk, tmp_path: Path, values: st
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("tried", "said", "nearest"),
+    [
+        ("optim.lrr=0.1", "unknown key optim.lrr", "did you mean optim.lr?"),
+        ("plan.precision=fp32,fp99", 'plan.precision = "fp99"', "fp32"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_any_training(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: str, said: str, nearest: str
+) -> None:
+    calls, out = list[dict[str, str]](), tmp_path / "system"
+    monkeypatch.setattr(child, "train_child", trainings(calls))
+    done = desk.here(
+        "tune", "system", *desk.settings, f"--out={out}", "--try=launch.allocator=system", f"--try={tried}"
+    )
+    assert done.code == 2
+    given, *_, proposed = done.err.splitlines()
+    assert said in given
+    assert nearest in proposed
+    assert (calls, out.exists()) == ([], False)
+
+
 @pytest.mark.full
 def test_the_micro_batch_of_a_real_plan(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is 4 of 4 samples: only half of it can be tried."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +20,6 @@ from unisono.cli.data_common import (
     worker_options,
 )
 from unisono.cli.job_progress import resumable
-from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult
@@ -130,15 +128,10 @@ def clean_documents(
     OUT/dropped.jsonl  each dropped document, and the step that dropped it or the limit that it failed
     OUT/report.html    counts, what each limit cuts and examples; OUT/report.json the counts
     """
-    from unisono.config import load_config
     from unisono.quality.clean import clean
-    from unisono.quality.options import CleanRecipe
+    from unisono.quality.recipe_file import load_recipe
 
-    try:
-        recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
-    except ConfigError as error:
-        more = "; unisono data recipe prints all settings"
-        raise ConfigError(*(replace(problem, nearest=problem.nearest + more) for problem in error.problems)) from error
+    recipe = load_recipe(recipes, overrides)
     with resumable(out) as progress:
         result = clean(
             inputs,

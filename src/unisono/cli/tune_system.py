@@ -15,7 +15,7 @@ from unisono.cli.common import common_options, load_run_config, print_result, ta
 from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.tune_trials import identity_of
-from unisono.config.values import literal
+from unisono.config.values import literal, toml_value
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 from unisono.storage.directory import make_folder
@@ -85,6 +85,10 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     resolved = load_run_config(files, [*overrides, f"run.dir={trainings / '0'}"], is_shown=True)
     settings = resolved.encoded
     first = _candidates(resolved, options["tries"])
+    if options["tries"]:
+        for each in first:  # an unknown setting or a wrong value is refused before any training
+            tried = f"{each.name}={toml_value(each.value)}"
+            load_run_config(files, [*overrides, tried, f"run.dir={trainings / '0'}"], is_shown=True)
     own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
     quiet = {name: value for name, value in QUIET.items() if name in settings}
     quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}

@@ -30,6 +30,7 @@ def cleaning_facts(addresses: Iterable[str | Path]) -> dict[str, Any]:
     """The recipe's hash and the counts of data sets that were cleaned, by address.
 
     Of data that were made of cleaned ones, by a split, new labels, packing or conversion, the same of these is under ``inputs``.
+    Of a part of a split, ``part`` is its name and ``documents`` the number of its own.
 
     Args:
         addresses: Files, globs, folders, and folders of kept rows. One whose data were not cleaned is left out.
@@ -80,7 +81,20 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _of_job(folder: Path) -> dict[str, Any]:
     """The facts of a job in whose folder, or in that of a part of a split, data or kept rows are."""
-    return next((facts for each in (folder, folder.parent) if (facts := _named(_read(each / REPORT_FILE)))), {})
+    if facts := _named(_read(folder / REPORT_FILE)):
+        return facts
+    report = _read(folder.parent / REPORT_FILE)
+    facts = _named(report)
+    return {**facts, **_of_part(report, folder.name)} if facts else {}
+
+
+def _of_part(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the report of a split says of one of its parts alone."""
+    parts = report.get("parts")
+    for part in cast("list[Any]", parts) if isinstance(parts, list) else ():
+        if isinstance(part, dict) and cast("dict[str, Any]", part).get("name") == name and "documents" in part:
+            return {"part": name, "documents": part["documents"]}
+    return {}
 
 
 def _merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

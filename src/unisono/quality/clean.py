@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,8 +57,8 @@ class CleanResult:
         benchmark_items: Texts of the benchmarks.
         unchecked_items: Of these such with too few words to be looked for, by the name of their file.
         recipe: The settings of all steps.
-        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as
-            JSON with sorted keys.
+        recipe_hash: xxh3-128 of the recipe, with the hash of its benchmarks in place of their paths, and the versions of the
+            cleaning code and of packages, as JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
         distributions: Histograms of the lengths, before and after, and of what each limit is compared with.
     """
@@ -124,7 +124,8 @@ def clean(
         )  # a package that is missing leaves no folder
     benchmarks = read_benchmarks(recipe, column, progress)
     steps = {
-        "recipe": asdict(recipe),
+        # the paths of benchmarks depend on the folder in which the command runs
+        "recipe": asdict(replace(recipe, decontaminate=replace(recipe.decontaminate, against=()))),
         "benchmarks": benchmarks.hashes_digest(),
         "sketch": sketch,
         "language_model": language_model,

@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.config import option
 from unisono.config.fields import options_repr
+from unisono.config.values import encode, toml_value
 from unisono.errors import ConfigError, Problem, inert_problem
 
 MASK_KINDS: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
@@ -85,7 +86,9 @@ class DecontaminateOptions:
     __repr__ = options_repr
 
     against: tuple[str, ...] = option(
-        (), "Files and folders of benchmarks, with their text in the field of the data's; empty = none."
+        (),
+        "Files and folders of benchmarks, with their text in the field of the data's; relative to the recipe's file, of --set to "
+        "the current folder; empty = none.",
     )
     columns: tuple[str, ...] = option(
         (),
@@ -209,21 +212,30 @@ def with_crops(options: DuplicateOptions, content: str) -> DuplicateOptions:
     return replace(options, crops=True) if content == "images" and options.crops is None else options
 
 
-def require_settings_of(recipe: CleanRecipe, content: str) -> None:
-    """Raise ConfigError if a recipe for texts or images sets what is only for the other."""
+def require_settings_of(recipe: CleanRecipe, content: str, *, draws: bool = False) -> None:
+    """Raise ConfigError if a recipe for texts or images sets what is only for the other.
+
+    Args:
+        recipe: The recipe. That of ``only_dedup`` turns off the steps of both.
+        content: ``text`` or ``images``.
+        draws: Whether ``dedup.seed`` draws documents, too, and is not of the signatures of texts alone.
+    """
     unset = CleanRecipe()
+    is_dedup_alone = recipe == only_dedup(recipe.dedup)
     given: list[str] = []
     for section in fields(recipe):
         options, defaults = getattr(recipe, section.name), getattr(unset, section.name)
         for setting in fields(options):
             is_of_images = section.name == "images" or setting.name in ("image_near", "crops")
-            is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name == "seed")
+            is_of_both = section.name == "dedup" and (setting.name == "enabled" or (draws and setting.name == "seed"))
             value = getattr(options, setting.name)
-            # only exact copies, of texts and images alike
-            is_off = setting.name in ("near", "image_near") and not value
+            # without near and image_near only exact copies, of texts and images alike
+            is_off = not value and (
+                setting.name in ("near", "image_near") or (is_dedup_alone and setting.name == "enabled")
+            )
             is_default = value == getattr(defaults, setting.name)
             if not (is_default or is_off or is_of_both) and is_of_images != (content == "images"):
-                given.append(f"{section.name}.{setting.name} = {value}")
+                given.append(f"{section.name}.{setting.name} = {toml_value(encode(value))}")
     if given:
         raise ConfigError(
             given=f"{', '.join(given)}, for {content}",

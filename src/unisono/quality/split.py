@@ -118,7 +118,7 @@ def split(
     _check_parts(parts)
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     options = with_crops(options, documents.content)
-    require_settings_of(only_dedup(options), documents.content)
+    require_settings_of(only_dedup(options), documents.content, draws=True)
     sketch = sketch_version(options, documents.content)
     require_array_names(file.name for file in documents.files)
     if not index_only:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.combined import concatenated, mapped
-from unisono.data.convert.formats.csv import separator_hint
 from unisono.data.dataset import Batch, Dataset, location_of, read_samples
 from unisono.data.kept_rows import kept_samples, read_kept_rows
 from unisono.data.options import DataOptions, default_cache_dir
@@ -229,6 +228,6 @@ def first_of(names: Sequence[str], sample: Batch, option: str, nearest: str = ""
             given=f"training data with the columns {', '.join(map(str, sample))}",
             rule=f"without {option} the column is one of {', '.join(names)}",
             consequence="it is unknown which column is meant",
-            nearest=separator_hint(sample) or f"{option}=NAME{nearest}",
+            nearest=f"{option}=NAME{nearest}",
         )
     return found

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.csv import separator_hint
 from unisono.data.dataset import Batch
 from unisono.errors import DataError
 
@@ -340,7 +339,7 @@ def check_columns(sample: Mapping[str, Any], names: Iterable[str], where: str) -
             given=f"{where} without the column {absent[0]!r}",
             rule=f"its columns are {', '.join(map(str, sample))}",
             consequence="nothing can be learned without it",
-            nearest=separator_hint(sample) or "task.inputs and task.target with names of these columns",
+            nearest="task.inputs and task.target with names of these columns",
         )
 
 

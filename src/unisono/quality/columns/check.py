@@ -125,6 +125,7 @@ def check_columns(
         ExtraError: A package that reads a format is not installed.
     """
     options = options or ColumnOptions()
+    options = replace(options, columns=tuple(dict.fromkeys(options.columns)))  # each is judged once
     if options.changes and out is None:
         raise ConfigError(
             given="masked values or one schema, without a folder",

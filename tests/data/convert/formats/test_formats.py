@@ -64,6 +64,8 @@ def test_csv_takes_types_from_all_of_a_column(tmp_path: Path) -> None:
         ('a,b\n"x"y,1\n', "offset 4: line 2: field 1 has a quote"),
         ("a,b\n1,x\ry\n", "offset 4: line 2: field 2 has a quote or a line end"),
         ("a,b\n1,2", "offset 4: line 2 has no line end"),
+        ("id;text\n1;x\n", "offset 0: a header line with the one name 'id;text'"),
+        ("id\ttext\n", r"offset 0: a header line with the one name 'id\ttext'"),
     ],
 )
 def test_csv_that_is_none(tmp_path: Path, content: str, what: str) -> None:

@@ -155,6 +155,12 @@ def test_through_csv_with_its_bytes_said(tmp_path: Path) -> None:
     check(rows, list(open_table(tmp_path / "c.jsonl").rows))
 
 
+@pytest.mark.parametrize("name", ["a;b", "a\tb", "a|b", "a,b"])
+def test_through_csv_with_one_name_that_looks_like_several(tmp_path: Path, name: str) -> None:
+    write_table(tmp_path / "a.csv", Table(rows=[{name: 1}]))
+    check([{name: 1}], list(open_table(tmp_path / "a.csv").rows))
+
+
 def test_columns_in_their_order(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", Table(rows=COMMON))
     write_table(tmp_path / "a.tar", Table(rows=COMMON))

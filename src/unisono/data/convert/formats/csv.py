@@ -35,7 +35,7 @@ from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_COLUMNS, MAX_NUMBER_CHARACTERS, MAX_RECORD_BYTES
 
 _CELL: Final = re.compile(r'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|\Z)')
-_PLAIN: Final = re.compile(r"[^\",\r\n\ufeff]+")
+_PLAIN: Final = re.compile(r"[^\",;\t|\r\n\ufeff]+")  # without signs that separate columns elsewhere
 _INT: Final = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _FLOAT: Final = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,5})?")
 _WORDS: Final = ("nan", "inf", "-inf")
@@ -154,8 +154,14 @@ def read_header(path: Path, records: Iterator[tuple[int, int, list[_Cell], bytes
 
 
 def column_names(path: Path, header: Sequence[_Cell]) -> list[str]:
-    """The names in a header line. Raises DataError if one is empty or there twice."""
+    """The names in a header line. Raises DataError if one is empty or there twice, or if they have no commas between them."""
     names = [text for text, _ in header]
+    if len(header) == 1 and not header[0][1] and (sign := next((sign for sign in ";\t|" if sign in names[0]), "")):
+        raise unreadable_error(
+            f"{path}: offset 0: a header line with the one name {quoted(names[0])}",
+            "a .csv file has commas between its columns",
+            f"the file with commas between its columns, where it has {sign!r}; or this name in quotes, if it is one",
+        )
     if not all(names) or len(set(names)) != len(names):
         raise unreadable_error(
             f"{path}: offset 0: a header line with the names [{listed(map(quoted, names))}]",
@@ -173,23 +179,11 @@ def number_kind(text: str) -> str:
 def require_width(path: Path, number: int, offset: int, cells: Sequence[_Cell], names: Sequence[str]) -> None:
     """Raise DataError for a record that has not one cell of each column."""
     if len(cells) != len(names):
-        if hint := separator_hint(names):
-            raise unreadable_error(
-                f"{path}: line {number} has {len(cells)} fields, and the header {quoted(names[0])}",
-                "a .csv file has commas between its columns",
-                hint,
-            )
         raise unreadable_error(
             f"{path}: offset {offset}: line {number} has {len(cells)} fields, and the header {len(names)}",
             "each line has a field for each column; it is not known which one is missing or too many",
             f"a line with {len(names)} fields, or without that line; a whole copy, if the file was cut",
         )
-
-
-def separator_hint(names: Collection[str]) -> str:
-    """What to do about a header that seems to be separated by something else than commas; empty if it does not."""
-    separator = next((sign for sign in ";\t|" if len(names) == 1 and sign in next(iter(names))), "")
-    return f"the file with commas between its columns, where it has {separator!r}" if separator else ""
 
 
 def read_records(path: Path) -> Iterator[tuple[int, int, list[_Cell], bytes | bytearray]]:
