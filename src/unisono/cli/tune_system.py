@@ -14,6 +14,7 @@ import click
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config, train_arguments
 from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
+from unisono.cli.tune_out import takes_out
 from unisono.cli.tune_trials import identity_of
 from unisono.config.values import literal
 from unisono.errors import ConfigError
@@ -31,12 +32,7 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
 
 @click.command("system")
 @takes_config
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(file_okay=False),
-    help="Folder for the page and the overlay; goes on where it has comparisons.",
-)
+@takes_out("Folder for the page and the overlay; goes on where it has comparisons.")
 @click.option(
     "--try",
     "tries",
