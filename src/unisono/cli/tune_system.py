@@ -65,6 +65,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
         sweep,
         write_sweep,
     )
+    from unisono.tune.unwritable import unwritable_error, unwritable_reason
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
@@ -107,6 +108,8 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
             run_dir = trainings / str(next(numbers))
             arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
             outcome = train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
+            if outcome.trouble and (reason := unwritable_reason(trainings, outcome.trouble)):
+                raise unwritable_error(trainings, reason)
             if record.micro_batch is None:  # the first training has no changes
                 record.micro_batch, record.accumulation = outcome.micro_batch(), outcome.accumulation()
             return outcome
