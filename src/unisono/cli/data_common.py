@@ -119,10 +119,10 @@ def source_of(source: Path, verb: str, rest: str, *, is_table: bool) -> Path:
         source: A file or a folder.
         verb: The command: ``convert``.
         rest: What follows SOURCE in the command line.
-        is_table: Whether a folder can only be one of tables.
+        is_table: Whether a folder that has no results is looked into, too.
 
     Raises:
-        DataError: The folder has results without data, several tables, or none where ``is_table``.
+        DataError: The folder has results without data, or several tables.
     """
     from unisono.data.convert.table_files import files_of
     from unisono.quality.input_files import WHOLE_FILE, list_files
@@ -138,16 +138,14 @@ def source_of(source: Path, verb: str, rest: str, *, is_table: bool) -> Path:
     tables = [file.path for file in files if file.kind != WHOLE_FILE]
     if tables and set(files_of(tables[0])) == set(tables):
         return tables[0]
-    if not tables and not is_table:
+    if not tables:
         return folder
     names = listed(quoted(os.path.relpath(path, source)) for path in tables)
     raise DataError(
-        given=f"{source}, a folder " + (f"of {len(tables):,} tables: {names}" if tables else "without tables"),
+        given=f"{source}, a folder of {len(tables):,} tables: {names}",
         rule="one table, or one set name-00000-of-00005, is read at a time",
         consequence="nothing was written",
-        nearest=f"each by itself, to a target of its own: unisono data {verb} {tables[0]} {rest}"
-        if tables
-        else f"a table: unisono data {verb} TABLE {rest}",
+        nearest=f"each by itself, to a target of its own: unisono data {verb} {tables[0]} {rest}",
     )
 
 
