@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import Desk
+from commands import Desk, problem
 from procs import wait_until
+
+from unisono.tune import search_page
 
 pytest.importorskip("optuna")
 
 SPACE = "--space=optim.lr=log:1e-4..1e-2"
+RULE = "results are written into a folder, which needs room for them and for intermediate files"
+CONSEQUENCE = "the command is not finished; what was written before is kept"
+ROOM = "room there, and the right to write there; then run the same command again"
 GIVEN = {"params": [SPACE, "--trials=1"], "folds": ["--folds=2"], "lr": [], "batch": [], "system": ["--pairs=1"]}
 
 
@@ -54,6 +61,59 @@ def test_files_of_the_user_stay(desk: Desk, tmp_path: Path, verb: str, name: str
     assert {path: text for path, text in contents(out).items() if not path.startswith(".")} == {
         name: FILES[name].encode()
     }
+
+
+@pytest.mark.parametrize("verb", [*GIVEN, "coord-check"])
+@pytest.mark.parametrize(
+    ("place", "reason", "nearest"),
+    [
+        ("table.csv/out", "ENOTDIR, Not a directory", "another folder (--out)"),
+        ("/proc/none/out", "ENOENT, No such file or directory", ROOM),
+        ("locked/runs/out", "EACCES, Permission denied", ROOM),
+    ],
+)
+def test_a_folder_that_cannot_be_made(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, place: str, reason: str, nearest: str
+) -> None:
+    given = desk.settings if verb == "coord-check" else [*table(tmp_path), *GIVEN[verb]]
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "locked").mkdir()
+    real = Path.mkdir
+
+    def mkdir(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.parent == tmp_path / "locked":  # where this user has not the right to
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        real(folder, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    out = tmp_path / place
+    done = desk.here("tune", verb, *given, f"--out={out}")
+    assert done.err == problem(f"{out}, which cannot be written: {reason}", RULE, CONSEQUENCE, nearest)
+    assert done.code == 2
+
+
+def test_a_disk_that_is_full_when_a_page_is_written(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, *parts: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(search_page, "write_atomically", write)
+    out = tmp_path / "out"
+    done = desk.here("tune", "params", *table(tmp_path), SPACE, "--max-s=1e-9", f"--out={out}")
+    reason = "ENOSPC, No space left on device"
+    assert done.err == problem(f"{out}, which cannot be written: {reason}", RULE, CONSEQUENCE, ROOM)
+    assert done.code == 2
+
+
+def test_a_full_disk_behind_the_output_is_none_of_the_folder(desk: Desk, tmp_path: Path) -> None:
+    given = [*table(tmp_path), SPACE, "--max-s=1e-9", f"--out={tmp_path / 'out'}"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono", "tune", "params", *given],
+            cwd=desk.folder, env=desk.child_environ(), stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "unisono: the output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,28 @@ def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, m
     assert "--pairs 1 for the sweep in" in other.err
 
 
+def test_a_training_on_a_full_disk_is_made_again(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, made = tmp_path / "system", trainings([])
+
+    def train(run_dir: Path, arguments: Sequence[str], *, timeout_s: float) -> TrainOutcome:
+        if not any("launch.allocator" in each for each in arguments):
+            return made(run_dir, arguments, timeout_s=timeout_s)
+        return TrainOutcome(run_dir=run_dir, code=1, took_s=1.0, said="OSError: [Errno 28] No space left on device")
+
+    monkeypatch.setattr(system, "candidates_of", one_candidate)
+    command = ["tune", "system", *desk.settings, f"--out={out}", "--pairs=1", "--try=launch.allocator=system"]
+    monkeypatch.setattr(child, "train_child", train)
+    first = desk.here(*command)
+    assert first.code == 2
+    assert f"{out}/.trainings, which a training could not write, with" in first.err
+    assert "free there: OSError: [Errno 28] No space left on device\n" in first.err
+    assert json.loads((out / "report.json").read_text())["comparisons"] == []
+    monkeypatch.setattr(child, "train_child", made)
+    done = desk.here(*command, "--json")
+    assert done.code == 0, done.err
+    assert [each["name"] for each in done.json["comparisons"]] == ["launch.allocator"]
+
+
 @pytest.mark.parametrize(
     ("setting", "variable", "tried"),
     [

@@ -17,6 +17,7 @@ import pytest
 from procs import wait_until
 
 from unisono.data.convert.table_files import Table, open_table, write_table
+from unisono.data.loading import subprocess_map
 from unisono.errors import ConfigError, DataError, ExtraError
 from unisono.quality.clean import CleanResult, clean
 from unisono.quality.duplicates import sketch_folder, sketches
@@ -159,6 +160,26 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, monkeypatch: pyt
     assert results[0] == results[1] == results[2]
     assert near(results[0]) > 90
     assert tree(tmp_path / "0") == tree(tmp_path / "1") == tree(tmp_path / "3")
+
+
+@pytest.mark.parametrize(("documents", "most"), [(8, 1), (100, 2)])
+def test_there_are_no_more_processes_than_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int, most: int
+) -> None:
+    started: list[subprocess_map.Subprocess] = []
+
+    class Counted(subprocess_map.Subprocess):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess_map, "Subprocess", Counted)
+    monkeypatch.setattr(sketch_folder, "CHUNK_DOCUMENTS", 50)
+    source = tmp_path / "corpus.jsonl"
+    write_table(source, Table(rows=rows([f"document {number}" for number in range(documents)])))
+    result = dedup([source], tmp_path / "out", DuplicateOptions(near=0.0), workers=6)
+    assert result.kept == documents
+    assert 1 <= len(started) <= most
 
 
 def test_a_job_goes_on_behind_its_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

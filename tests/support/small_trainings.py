@@ -15,6 +15,8 @@ import json, sys, time
 from pathlib import Path
 
 settings = dict(text.removeprefix("--set=").split("=", 1) for text in sys.argv[1:] if text.startswith("--set="))
+if FULL is not None and Path(FULL).exists():
+    sys.exit(Path(FULL).read_text())
 if settings.get("data.eval_fold") in FAILING:
     sys.exit("unisono: no sample\\n  rule: one or more")
 path = Path(settings["run.dir"]) / PLACE
@@ -26,13 +28,17 @@ time.sleep(float(settings.get("seconds", 0)))
 NAMES = ("train/loss", "eval/loss", "eval/accuracy")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, failing_folds: tuple[str, ...] = ()) -> list[list[str]]:
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, failing_folds: tuple[str, ...] = (), full: Path | None = None
+) -> list[list[str]]:
     """Have the trials of searches be such processes; returns a list that gets the arguments of each.
 
-    The setting ``count`` is how many of ``NAMES`` a training has, and ``seconds`` how long it runs.
+    The setting ``count`` is how many of ``NAMES`` a training has, and ``seconds`` how long it runs. As long as there is
+    a file ``full``, trainings fail with the words in it.
     """
     calls: list[list[str]] = []
-    values = {"PLACE": str(events_path(Path(), 0)), "NAMES": NAMES, "FAILING": failing_folds}
+    values: dict[str, object] = {"PLACE": str(events_path(Path(), 0)), "NAMES": NAMES, "FAILING": failing_folds}
+    values["FULL"] = None if full is None else str(full)
     script = _TRAINING
     for name, value in values.items():
         script = script.replace(name, repr(value))

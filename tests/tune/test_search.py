@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import small_trainings
 
 from unisono.errors import ConfigError
-from unisono.tune import search
+from unisono.tune import search, unwritable
 from unisono.tune.search import Budget, Search
 from unisono.tune.slots import Slot
 from unisono.tune.space import read_space
@@ -90,3 +93,72 @@ def test_the_time_of_a_running_trial_is_in_the_journal(tmp_path: Path, monkeypat
     (done,) = study.records()
     assert times[-1] == done.device_s == pytest.approx(3 * done.took_s)
     assert 0.5 <= done.took_s < 60.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Traceback\nOSError: [Errno 28] No space left on device",
+        "unisono: run.dir 'a': Read-only file system\n  rule: a folder it can write to",
+        "RuntimeError: Disk quota exceeded",
+        "unisono: the checkpoint of the last step, 3, could not be written to a\n  rule: committed",
+    ],
+)
+def test_a_trial_on_a_full_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    full, folder = tmp_path / "full", tmp_path / "search"
+    small_trainings.install(monkeypatch, full=full)
+    full.write_text(said)
+    study = opened(folder)
+    with pytest.raises(ConfigError) as caught:
+        searched(study)
+    (problem,) = caught.value.problems
+    line = next(line for line in said.removeprefix("unisono: ").splitlines() if line not in ("Traceback",))
+    assert re.fullmatch(
+        rf"{re.escape(str(folder))}/trials, which a training could not write, with [\d.,]+ \w+ free there: {re.escape(line)}",
+        problem.given,
+    )
+    assert problem.consequence == (
+        "the command ended; this training does not count, and the same command makes it again"
+    )
+    assert [record.outcome for record in study.records()] == ["running"]
+    full.unlink()
+    again = opened(folder)
+    assert searched(again) == ["done", "done"]
+    assert [record.settings for record in again.records()] == [{"count": "2"}, {"count": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOSPC, "ENOSPC, No space left on device"),
+        (errno.EROFS, "EROFS, Read-only file system"),
+        (errno.EDQUOT, "EDQUOT, Disk quota exceeded"),
+        (errno.EMFILE, None),
+    ],
+)
+def test_a_trial_without_room_for_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str | None
+) -> None:
+    def create(path: Path, data: bytes) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    full = tmp_path / "full"
+    small_trainings.install(monkeypatch, full=full)
+    full.touch()
+    monkeypatch.setattr(unwritable, "create_file", create)
+    study = opened(tmp_path / "search")
+    if reason is None:
+        assert searched(study) == ["failed", "failed"]
+    else:
+        with pytest.raises(ConfigError, match=f"free there: {reason}"):
+            searched(study)
+        assert [record.outcome for record in study.records()] == ["running"]
+
+
+def test_a_trial_that_fails_with_room_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    small_trainings.install(monkeypatch, full=full)
+    full.write_text("unisono: no sample\n  rule: one or more")
+    study = opened(tmp_path / "search")
+    assert searched(study) == ["failed", "failed"]
+    assert [path.name for path in (tmp_path / "search/trials").iterdir() if ".room" in path.name] == []

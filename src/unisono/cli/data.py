@@ -14,6 +14,7 @@ import click
 from unisono.cli.common import FiniteRange, common_options, print_json, print_result
 from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
+from unisono.cli.data_common import source_of
 from unisono.cli.data_labels import find_labels, relabel_documents
 from unisono.cli.data_pack import pack
 from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, print_recipe, split_documents
@@ -137,12 +138,13 @@ def convert_file(
 
     Read and written: .rec, .mindrecord, .jsonl, .parquet, .tar (webdataset) and .csv. Only read: .tar.gz, .tfrecord, MNIST's
     …-idx3-ubyte (also .gz) and CIFAR's .bin. One file of a set (name-00000-of-00005…) stands for all of it. Pictures of MNIST
-    and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8.
+    and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8. A
+    folder with one table stands for the table, also one of results of clean, split or relabel.
     """
     from unisono.data.convert.table_files import convert
 
     count = convert(
-        source,
+        source_of(source, "convert", str(target), is_table=True),
         target,
         overwrite=overwrite,
         columns=list(columns) or None,

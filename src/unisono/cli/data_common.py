@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from unisono.cli.common import FiniteRange
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from unisono.quality.options import DuplicateOptions
@@ -109,6 +110,43 @@ def image_duplicate_options(function: F) -> F:
         help="Whether a part of an image counts as the image (default: of data leak and split: yes, else no).",
     )
     return IMAGE_NEAR(crops(function))
+
+
+def source_of(source: Path, verb: str, rest: str, *, is_table: bool) -> Path:
+    """What a command that reads one table takes of SOURCE: of a folder of results its data, of a folder its only table.
+
+    Args:
+        source: A file or a folder.
+        verb: The command: ``convert``.
+        rest: What follows SOURCE in the command line.
+        is_table: Whether a folder that has no results is looked into, too.
+
+    Raises:
+        DataError: The folder has results without data, or several tables.
+    """
+    from unisono.data.convert.table_files import files_of
+    from unisono.quality.input_files import WHOLE_FILE, list_files
+    from unisono.quality.job_folder import data_of_results
+    from unisono.sanitize import listed, quoted
+
+    if not os.path.isdir(source):
+        return source
+    folder = data_of_results(source)
+    if folder == source and not is_table:
+        return source
+    files, _ = list_files([folder])
+    tables = [file.path for file in files if file.kind != WHOLE_FILE]
+    if tables and set(files_of(tables[0])) == set(tables):
+        return tables[0]
+    if not tables:
+        return folder
+    names = listed(quoted(os.path.relpath(path, source)) for path in tables)
+    raise DataError(
+        given=f"{source}, a folder of {len(tables):,} tables: {names}",
+        rule="one table, or one set name-00000-of-00005, is read at a time",
+        consequence="nothing was written",
+        nearest=f"each by itself, to a target of its own: unisono data {verb} {tables[0]} {rest}",
+    )
 
 
 def unreadable_lines(count: int) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import common_options, fractions, print_result
+from unisono.cli.data_common import source_of
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import DataError
@@ -108,6 +109,8 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
             or .rec of one field of bytes or text (--payload) and numbers
     python  rows that --function gives, with the fields of --schema → the same
 
+    Of a folder of results of clean, split or relabel its data are packed; a folder with one table stands for the table.
+
     What became of every input is written to TARGET.report.json. -v shows progress and time left. After SIGTERM the exit code
     is 75: the same command goes on.
     """
@@ -117,6 +120,10 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
         )
+    column = options["text_column"]
+    given = "" if column is None else f" --text-column {column}"
+    is_table = column is not None or options["image"] is not None or kind == "rows"
+    source = source_of(source, "pack", f"{target}{given}", is_table=is_table)
     set_options = {name for name, value in options.items() if value not in (None, (), {}) and name in _KINDS_OF}
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
     if inert := sorted(name for name in set_options if kind not in _KINDS_OF[name][0].split()):

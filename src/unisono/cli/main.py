@@ -10,14 +10,13 @@ import json
 import logging
 import os
 import sys
-import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from unisono.cli.terminal import clean_log_messages, echo, show_click_error, shown
+from unisono.cli.terminal import clean_log_messages, echo, flush_output, is_of_output, show_click_error, shown
 from unisono.dist.interpreter import open_standard_descriptors
 from unisono.errors import Problem, UnisonoError, nearest_name
 from unisono.exit_codes import USER_ERROR
@@ -99,7 +98,7 @@ def _run() -> int:
     """Run the command line; returns its exit code, or raises SystemExit with it."""
     try:
         result: Any = cli.main(standalone_mode=False)
-        _flush_output()
+        flush_output()
     except click.ClickException as error:
         show_usage_error(error)
         return USER_ERROR
@@ -113,7 +112,7 @@ def _run() -> int:
     except BrokenPipeError:  # the reader closed the pipe
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_output(error):
+        if isinstance(error, OSError) and is_of_output(error):
             reason = error.strerror or str(error)
             with contextlib.suppress(OSError):  # standard error may have the same full disk behind it
                 print(f"unisono: the output cannot be written: {reason}", file=sys.stderr)
@@ -121,23 +120,6 @@ def _run() -> int:
             _show_exception(error)
         return 1
     return result if isinstance(result, int) else 0
-
-
-def _flush_output() -> None:
-    if sys.stdout is not None and not sys.stdout.closed:  # pyright: ignore[reportUnnecessaryComparison]
-        sys.stdout.flush()
-
-
-def _is_of_output(error: OSError) -> bool:
-    """Whether it was raised by printing: in click's function, through which all text goes, or by a flush that fails again."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if frames[-1].f_code is click.echo.__code__:
-        return True
-    try:
-        _flush_output()
-    except OSError as again:
-        return again.errno == error.errno and error.filename is None
-    return False
 
 
 def _discard_unwritable() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
+import traceback
 
 import click
 
@@ -33,6 +35,24 @@ def show_click_error(error: click.ClickException) -> None:
     text = io.StringIO()
     error.show(file=text)
     click.echo(shown(text.getvalue()), nl=False, err=True)
+
+
+def flush_output() -> None:
+    """Write what was printed and is not written yet. Raises OSError."""
+    if sys.stdout is not None and not sys.stdout.closed:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdout.flush()
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether it was raised by printing: in click's function, through which all text goes, or by a flush that fails again."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1].f_code is click.echo.__code__:
+        return True
+    try:
+        flush_output()
+    except OSError as again:
+        return again.errno == error.errno and error.filename is None
+    return False
 
 
 class TextFormatter(logging.Formatter):

@@ -14,6 +14,7 @@ from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_folds import folds
+from unisono.cli.tune_out import takes_out
 from unisono.cli.tune_system import system
 from unisono.cli.tune_transfer import read_transfer, transfer_options, with_check
 from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
@@ -54,9 +55,7 @@ command.add_command(system)
     help="A setting to search: optim.lr=log:1e-4..1e-2, model.num_layers=2..8/2, optim.kind=adamw,lamb; or a TOML file "
     "with a table [space].",
 )
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False), help="Folder of the search; goes on where it has one."
-)
+@takes_out("Folder of the search; goes on where it has one.")
 @click.option(
     "--metric",
     default="eval/loss",
@@ -152,9 +151,7 @@ def params(
 
 @command.command("lr")
 @takes_config
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False), help="Folder for the training and its page; a new one."
-)
+@takes_out("Folder for the training and its page; a new one.")
 @click.option(
     "--low", default=1e-6, show_default=True, type=FiniteRange(min=0, min_open=True), help="First learning rate."
 )
@@ -228,12 +225,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
 
 @command.command("batch")
 @takes_config
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(file_okay=False),
-    help="Folder for the page; goes on where it has trainings.",
-)
+@takes_out("Folder for the page; goes on where it has trainings.")
 @click.option(
     "--max-micro-batch",
     default=1024,

@@ -11,6 +11,7 @@ import click
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config, trust_arguments
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_out import takes_out
 from unisono.cli.tune_trials import check_searched, identity_of, run_trials, unused_run_dir
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError, nearest_name
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
 @click.command("folds")
 @takes_config
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False), help="Folder of the trainings; goes on where it has some."
-)
+@takes_out("Folder of the trainings; goes on where it has some.")
 @click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of folds.")
 @click.option("--group", metavar="COLUMN", help="Hold out all samples with one value of a column together.")
 @click.option(

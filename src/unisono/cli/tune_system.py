@@ -14,6 +14,7 @@ import click
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config, train_arguments
 from unisono.cli.job_progress import resumable
 from unisono.cli.terminal import echo
+from unisono.cli.tune_out import takes_out
 from unisono.cli.tune_trials import identity_of
 from unisono.config.values import literal, toml_value
 from unisono.errors import ConfigError
@@ -31,12 +32,7 @@ _TRAININGS: Final = ".trainings"  # removed at the end, or by the next command
 
 @click.command("system")
 @takes_config
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(file_okay=False),
-    help="Folder for the page and the overlay; goes on where it has comparisons.",
-)
+@takes_out("Folder for the page and the overlay; goes on where it has comparisons.")
 @click.option(
     "--try",
     "tries",
@@ -69,6 +65,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
         sweep,
         write_sweep,
     )
+    from unisono.tune.unwritable import unwritable_error, unwritable_reason
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
@@ -115,6 +112,8 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
             run_dir = trainings / str(next(numbers))
             arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
             outcome = train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
+            if outcome.trouble and (reason := unwritable_reason(trainings, outcome.trouble)):
+                raise unwritable_error(trainings, reason)
             if record.micro_batch is None:  # the first training has no changes
                 record.micro_batch, record.accumulation = outcome.micro_batch(), outcome.accumulation()
             return outcome

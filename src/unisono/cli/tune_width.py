@@ -12,6 +12,7 @@ import click
 from unisono.cli.common import common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_out import takes_out
 from unisono.cli.tune_trials import unused_run_dir
 from unisono.config.values import toml_value
 from unisono.errors import ConfigError
@@ -20,9 +21,7 @@ from unisono.storage.directory import make_folder
 
 @click.command("coord-check")
 @takes_config
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False), help="Folder for report.html and report.json; a new one."
-)
+@takes_out("Folder for report.html and report.json; a new one.")
 @click.option(
     "--widths",
     metavar="A,B,C",

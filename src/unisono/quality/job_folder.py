@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -19,18 +18,17 @@ from unisono.data.per_file_arrays import FILES_JSON
 from unisono.errors import ConfigError, Problem
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
-from unisono.storage.files import is_inside, os_reason, write_atomically
+from unisono.storage.files import is_inside, write_atomically
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.json_lines import as_json
 from unisono.storage.limits import LimitError, read_json
+from unisono.storage.write_errors import explained_write_errors
 
 T = TypeVar("T")
 DROPPED_FILE: Final = "dropped.jsonl"  # documents or rows that are not in the results, and why
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -120,7 +118,11 @@ def open_job(
         and any(name != _LOCK_FILE and _JOB_FILE not in name for name in os.listdir(path))
     ):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
-    try:
+    with explained_write_errors(
+        path,
+        consequence="the job is not finished",
+        other_name="another name of the file or folder of the inputs that is named so; then run the same command again",
+    ):
         make_folder(path)
         lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
         try:
@@ -136,17 +138,6 @@ def open_job(
             yield JobFolder(path)
         finally:
             lock.close()
-    except OSError as error:
-        if not _is_of(path, error):
-            raise
-        raise ConfigError(
-            given=f"{path}, which cannot be written: {os_reason(error)}",
-            rule="results are written into a folder, which needs room for them and for intermediate files",
-            consequence="the job is not finished",
-            nearest="another name of the file or folder of the inputs that is named so; then run the same command again"
-            if error.errno in _OF_NAMES
-            else "room there, and the right to write there; then run the same command again",
-        ) from error
 
 
 def data_of_results(folder: Path) -> Path:
@@ -170,13 +161,6 @@ def data_of_results(folder: Path) -> Path:
         f"of a folder of results the documents in {DATA_FOLDER}/ are read",
         nearest,
     )
-
-
-def _is_of(path: Path, error: OSError) -> bool:
-    """Whether a folder cannot be written, and not something else read."""
-    if error.errno in _NO_ROOM:
-        return True
-    return isinstance(error.filename, str | bytes | os.PathLike) and is_inside(path, Path(os.fsdecode(error.filename)))
 
 
 def _content(path: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,7 @@ from unisono.storage.run_folder import RUN_FILE
 from unisono.tune.slots import Slot
 from unisono.tune.study import Outcome, Study, Trial
 from unisono.tune.trial_run import TrialRun
+from unisono.tune.unwritable import unwritable_error
 
 _POLL_S: Final = 0.2
 _RECORD_S: Final = 60.0  # from one record of a running trial's time in the journal to the next
@@ -78,7 +80,8 @@ class Search:
         """Run trials until the budget is used up. An interrupt lets those that run save; the same search goes on with them.
 
         Raises:
-            ConfigError: The first trials all failed, or no trial has the metric.
+            ConfigError: The first trials all failed, no trial has the metric, or the folder of one cannot be written: that one is
+                left unfinished.
         """
         began_s = time.monotonic()
         with Reaper() as reaper:
@@ -136,6 +139,12 @@ class Search:
             running.run, running.starts = self._start(reaper, trial, running.slot), running.starts + 1
             running.recorded_s = 0.0
             return
+        if end.kind == "unwritable":
+            self._running.remove(running)
+            with suppress(OSError):  # the journal is on the same disk
+                self._record_time(running)
+            self.study.release(trial)
+            raise unwritable_error(trial.run_dir.parent, end.reason)
         self.study.report(trial, run.values())
         self._end(running, "failed" if end.kind in ("interrupted", "no_metric") else end.kind, end.reason)
         if end.kind == "no_metric" and all(record.value is None for record in self.study.records()):

@@ -22,17 +22,18 @@ from unisono.launch.workers import Reaper
 from unisono.observe.events import decode_event, event_step, events_path, number, open_events
 from unisono.storage.directory import make_folder
 from unisono.storage.files import open_new
+from unisono.tune.unwritable import unwritable_reason
 
 OUTPUT_FILE: Final = "output.txt"  # beside the folder of the run
 _GRACE_S: Final = 120.0  # for a run that was asked to stop: it saves
 
-End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted", "no_metric"]
+End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted", "no_metric", "unwritable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
     """How a training ended: ``interrupted`` if the same command goes on; ``no_metric`` if it trained, and its events lack the
-    metric; ``reason`` says why it did not finish."""
+    metric; ``unwritable`` if its folder cannot be written; ``reason`` says why it did not finish."""
 
     kind: End
     reason: str = ""
@@ -106,27 +107,30 @@ class TrialRun:
         if code is None:
             return None
         self._reaper.forget(self._process.pid)
-        if code == 0:
-            value = self.last_value()
-            if value is None:
-                names = ", ".join(self.names()) or "none at all"
-                return RunEnd(kind="no_metric", reason=f"its events have no {self._metric}; they have {names}")
+        if code == REQUEUE:
+            return RunEnd(kind="interrupted", reason=f"it ended with {code}")
+        value = self.last_value() if code == 0 else None
+        if value is not None:
             return (
                 RunEnd(kind="done")
                 if math.isfinite(value)
                 else RunEnd(kind="diverged", reason=f"the last value is {value}")
             )
-        if code == REQUEUE or code < 0:
-            return RunEnd(
-                kind="interrupted", reason=f"it ended with {signal.Signals(-code).name if code < 0 else code}"
-            )
+        with self.output_path.open("rb") as output:
+            error = _error_first(error_paragraph(end_of_output(output, self.run_dir))) if code else ""
+        if reason := unwritable_reason(self.run_dir.parent, error):
+            return RunEnd(kind="unwritable", reason=reason)
+        if code == 0:
+            names = ", ".join(self.names()) or "none at all"
+            return RunEnd(kind="no_metric", reason=f"its events have no {self._metric}; they have {names}")
+        if code < 0:
+            return RunEnd(kind="interrupted", reason=f"it ended with {signal.Signals(-code).name}")
         _, ending = read_ending(self.run_dir, since_s=self._began_at_s)
         if ending is not None and ending.kind == "killed":  # a rank, from outside
             return RunEnd(kind="interrupted", reason=ending.sentence)
-        with self.output_path.open("rb") as output:
-            reason = error_paragraph(end_of_output(output, self.run_dir)) or f"it ended with exit code {code}"
-        kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged"}
-        return RunEnd(kind=kinds.get(ending.kind if ending is not None else "", "failed"), reason=_error_first(reason))
+        kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged", "disk_full": "unwritable"}
+        kind = kinds.get(ending.kind if ending is not None else "", "failed")
+        return RunEnd(kind=kind, reason=error or f"it ended with exit code {code}")
 
     def ask_to_stop(self) -> None:
         """Ask it to save and end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
@@ -29,23 +30,35 @@ def subprocess_map(
     ended: Callable[[Tag, int], UnisonoError],
     environ: Mapping[str, str] | None = None,
 ) -> Generator[tuple[Tag, bytes]]:
-    """(tag, answer) of each request, in order, by ``workers`` processes of ``command``.
+    """(tag, answer) of each request, in order, by up to ``workers`` processes of ``command``.
 
-    A request of None is not sent, and its answer is empty. At most ``ahead`` requests per worker are in flight, which bounds the
-    memory of waiting answers. Closing the generator kills the processes. Raises ``ended(tag, exit code)`` if a process ends by
-    itself.
+    A request of None is not sent, and its answer is empty. Each process starts with its first request, so there are no more
+    processes than requests. At most ``ahead`` requests per worker are in flight, which bounds the memory of waiting answers.
+    Closing the generator kills the processes. Raises ``ended(tag, exit code)`` if a process ends by itself.
     """
-    # Output of the processes goes to stderr, away from the parent's own.
-    processes = [Subprocess(command, stdout=2, environ=environ) for _ in range(workers)]
-    unclaimed = iter(processes)
+    processes: list[Subprocess] = []
+    starting, is_closed = threading.Lock(), threading.Event()
+
+    def start() -> Subprocess:
+        with starting:
+            if is_closed.is_set():
+                raise ConnectionAbortedError  # nobody waits for the answer
+            # Output of the processes goes to stderr, away from the parent's own.
+            processes.append(Subprocess(command, stdout=2, environ=environ))
+            return processes[-1]
 
     def make_worker() -> FunctionWorker[tuple[Tag, bytes | None], bytes]:
-        process = next(unclaimed)
+        process: Subprocess | None = None
 
         def ask(request: tuple[Tag, bytes | None]) -> bytes:
+            nonlocal process
             tag, content = request
+            if content is None:
+                return b""
+            if process is None:
+                process = start()
             try:
-                return b"" if content is None else process.ask(content)
+                return process.ask(content)
             except (EOFError, OSError) as error:
                 raise ended(tag, process.close()) from error
 
@@ -57,6 +70,8 @@ def subprocess_map(
         for (tag, _), answer in pool.map_in_order(requests, ahead=ahead * workers):
             yield tag, answer
     finally:
+        with starting:
+            is_closed.set()
         for process in processes:
             process.kill()  # wakes the threads that wait for it
         pool.close()
