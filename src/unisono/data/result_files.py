@@ -1,7 +1,7 @@
 """The files that a data job wrote into its ``data/``, by which one that was lost or cut afterwards is found.
 
-``data_sizes.json`` beside ``data/`` has the path of each file in it, with forward slashes, and its bytes. Indices are not in it: they
-may be made anew.
+``data_sizes.json`` beside ``data/`` has the path of each file in it, with forward slashes, and its size in bytes. Indices are
+left out: they may be made anew.
 """
 
 from __future__ import annotations
