@@ -371,6 +371,29 @@ def test_files_of_a_folder_that_are_left_out(desk: Desk, caplog: pytest.LogCaptu
     assert (empty.code, "empty, which has no files" in empty.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("clean", ""), ("leak", "a.jsonl", ""), ("columns", ""), ("labels", ""), ("balance", "")],
+)
+def test_an_input_without_a_name(desk: Desk, command: tuple[str, ...]) -> None:
+    """As an empty variable of a shell gives it; it is not the current folder."""
+    write(desk.folder, "a.jsonl", "one")
+    refused = desk.here("data", *command, "--out", "out")
+    assert (refused.code, "an input without a name" in refused.err) == (2, True)
+    assert not (desk.folder / "out").exists()
+
+
+def test_a_run_over_results_that_were_cut(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT, TEXT, "one two three", "four five six")
+    assert desk.here("data", "dedup", "a.jsonl", "--out", "unique", "--exact").code == 0
+    file = desk.folder / "unique" / "data" / "a.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
+    refused = desk.train("runs/cut", "--set", "data.corpus=unique/data", "--set", "data.text_column=text")
+    assert (refused.code, "'a.jsonl' has" in refused.err) == (2, True)
+    kept = desk.here("data", "convert", "a.jsonl", "b.jsonl", "--kept-rows", "unique", "--json")
+    assert kept.code == 0, kept.err
+
+
 def test_folders_of_results_as_inputs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     write(desk.folder, "a.jsonl", TEXT, TEXT, "one", "two", "three", "four")
     assert desk.here("data", "dedup", "a.jsonl", "--out", "unique", "--exact").code == 0

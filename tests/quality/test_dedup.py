@@ -77,7 +77,7 @@ def test_kept_rows_are_written_in_the_format_of_their_file(tmp_path: Path, suffi
     assert dropped[1]["similarity"] == pytest.approx(planted.jaccard(TEXTS[0], TEXTS[3]), abs=1e-4)
     assert source.read_bytes() == before
     assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        [".lock", "data", "dropped.jsonl", "job.json", "kept", "report.html", "report.json"]
+        [".lock", "data", "data_sizes.json", "dropped.jsonl", "job.json", "kept", "report.html", "report.json"]
     )
 
 

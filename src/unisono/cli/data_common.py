@@ -19,6 +19,25 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+class InputPath(click.Path):
+    """A file or folder that is read. Without a name, as an empty variable of a shell gives it, it would be the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if value == "":
+            raise ConfigError(
+                given="an input without a name, ''",
+                rule="an input is the path of a file or folder",
+                consequence="nothing was read",
+                nearest="its path; . is the current folder",
+            )
+        return super().convert(value, param, ctx)
+
+
 ON_ERROR = click.option(
     "--on-error",
     type=click.Choice(("fail", "skip")),

@@ -10,6 +10,7 @@ import click
 from unisono.cli.common import common_options, print_result
 from unisono.cli.data_common import (
     IMAGE_NEAR,
+    InputPath,
     duplicate_options,
     text_duplicate_options,
     unreadable_lines,
@@ -28,7 +29,7 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 
 
 @click.command("labels")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, type=InputPath())
 @click.option(
     "--label", metavar="FIELD", help="Field of the labels (default: the folder of files, the class of image records)."
 )
@@ -123,7 +124,7 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
 
 
 @click.command("relabel")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, type=InputPath())
 @click.option(
     "--marks",
     required=True,

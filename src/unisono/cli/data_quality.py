@@ -12,6 +12,7 @@ from unisono.cli.common import common_options, fractions, print_result
 from unisono.cli.data_common import (
     COLUMN,
     ON_ERROR,
+    InputPath,
     duplicate_options,
     image_duplicate_options,
     text_duplicate_options,
@@ -29,7 +30,7 @@ _SHOWN: Final = 20  # pairs that fit on a screen
 _LANGUAGES: Final = 10  # languages that fit on a line
 
 
-_INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+_INPUTS = click.argument("inputs", nargs=-1, required=True, type=InputPath())
 _OUT = click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
 _INDEX_ONLY = click.option(
     "--index-only",
@@ -178,8 +179,8 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 
 
 @click.command("leak")
-@click.argument("train", type=click.Path(path_type=Path))
-@click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
+@click.argument("train", type=InputPath())
+@click.argument("others", nargs=-1, required=True, type=InputPath(), metavar="TEST...")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

@@ -18,6 +18,8 @@ from torch import nn
 from unisono.cli.common import LOG
 from unisono.config import Resolved
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.options import DataOptions
+from unisono.data.result_files import require_whole_results
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
@@ -68,6 +70,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         world = init_distributed(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         task = config.task
+        require_whole_results(_data_addresses(config.data))
         resolved = resolve_run(resolved, world)
         data = build_data(resolved.value)
         resolved = resolve_steps(resolved, data, plan)
@@ -125,8 +128,12 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 
 def _addresses(config: RunConfig) -> list[str]:
     """The files and folders that the run reads, and folders of the rows that it reads of them."""
-    data = config.data
-    given = [data.train, data.eval, "" if data.train else data.corpus, data.kept_rows]
+    rows = config.data.kept_rows
+    return [*_data_addresses(config.data), *((rows,) if isinstance(rows, str) and rows else filter(None, rows))]
+
+
+def _data_addresses(data: DataOptions) -> list[str]:
+    given = [data.train, data.eval, "" if data.train else data.corpus]
     addresses = [(each,) if isinstance(each, str) else each for each in given]
     return [address for several in addresses for address in several if address]
 

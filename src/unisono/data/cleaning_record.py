@@ -16,11 +16,11 @@ from unisono.data.convert.file_kind import beside_target
 from unisono.data.kept_rows import KEPT_FOLDER
 from unisono.data.per_file_arrays import FILES_JSON
 from unisono.data.recordio.remote_file import is_url
+from unisono.data.result_files import DATA_FOLDER, require_whole_results
 from unisono.storage.files import look_up, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
 CLEANING_SUFFIX: Final = ".cleaning.json"
-DATA_FOLDER: Final = "data"  # of a job, with the data that it wrote
 REPORT_FILE: Final = "report.json"
 _FACTS: Final = ("recipe_hash", "documents", "kept", "dropped", "num_dropped", "masked", "inputs")
 _NAMED: Final = ("recipe_hash", "inputs")  # what a report has, if its data or what they were made of was cleaned
@@ -39,7 +39,17 @@ def cleaning_facts(addresses: Iterable[str | Path]) -> dict[str, Any]:
 
 
 def cleaning_file(sources: Iterable[str | Path]) -> dict[str, str]:
-    """The content of ``TARGET.cleaning.json`` for data that are made of ``sources``, by its suffix; empty if none was cleaned."""
+    """The content of ``TARGET.cleaning.json`` for data that are made of ``sources``, by its suffix; empty if none was cleaned.
+
+    Raises:
+        DataError: Sources are results of which files were lost or cut, so the counts are not theirs.
+    """
+    sources = list(sources)
+    require_whole_results(sources)
+    return _content(sources)
+
+
+def _content(sources: Iterable[str | Path]) -> dict[str, str]:
     facts = cleaning_facts(dict.fromkeys(map(str, sources)))
     return {CLEANING_SUFFIX: json.dumps({"inputs": facts}, indent=1, ensure_ascii=False) + "\n"} if facts else {}
 
@@ -47,7 +57,7 @@ def cleaning_file(sources: Iterable[str | Path]) -> dict[str, str]:
 def write_cleaning_file(target: Path, sources: Iterable[str | Path]) -> None:
     """Write ``TARGET.cleaning.json`` for a file that was made of ``sources``, or remove that of a file it took the place of."""
     path = Path(f"{target}{CLEANING_SUFFIX}")
-    content = cleaning_file(sources)
+    content = _content(sources)
     if content:
         write_atomically(path, content[CLEANING_SUFFIX].encode())
     else:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from unisono.data.convert.file_kind import kind_of_name
+from unisono.data.convert.file_kind import INDEX_SUFFIXES, kind_of_name, targets_of
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import files_of, read_formats
+from unisono.data.result_files import require_whole_results
 from unisono.data.sources.arrow_folder import is_arrow_folder
 from unisono.data.tokens.corpus import Corpus, SourceFile, find_corpus
 from unisono.errors import DataError
@@ -25,6 +27,8 @@ Content = Literal["text", "images"]
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
 _OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text
+_BESIDE_TABLES: Final = (*INDEX_SUFFIXES, ".lst", ".schema", ".classes.txt")  # which have no rows
+_STREAM: Final = re.compile(r"/dev/(stdin|fd/\d+)|/proc/[^/]+/fd/\d+")
 _LOG: Final = logging.getLogger("unisono")
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 
@@ -61,7 +65,8 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
             tables are taken, or the images; one without both is a folder of text files. Of one of results its ``data/`` is read.
 
     Raises:
-        DataError: A path is not there, or a folder has no files, or it has results without ``data/``.
+        DataError: A path is not there, or a folder has no files, or it has results without ``data/``, or without some of the
+            files that were written there.
     """
     if not paths:
         raise refused(
@@ -70,6 +75,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
     files: list[InputFile] = []
     files_of_path: list[int] = []
+    places: list[str] = []
     for path in paths:
         found, fault = look_up(path)
         if fault or not os.path.exists(found):
@@ -78,17 +84,22 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
                 "documents are in tables, in files of text or images, or in folders of these",
                 "its path",
             )
+        if _STREAM.fullmatch(str(_absolute(found))):
+            raise refused(f"{path}, a stream", "the name of a file says what it holds", "the path of the file")
         found = data_of_results(found)
         within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
         of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
         files += of_path
         files_of_path.append(len(of_path))
-    if twice := sorted(name for name, count in Counter(file.name for file in files).items() if count > 1):
+        places += _places(found, of_path)
+    counts = Counter(places)
+    if twice := sorted({file.name for file, place in zip(files, places, strict=True) if counts[place] > 1}):
         raise refused(
             f"files that are given twice: {listed(map(quoted, twice))}",
             "each document is read once",
             "each path once; of a folder not also the files in it",
         )
+    require_whole_results(paths)
     if other := [file for file in files if file.corpus_entry is not None and file.path.suffix.lower() in _OTHER_TABLES]:
         more = f", and {len(other) - 1:,} files like it" if len(other) > 1 else ""
         _LOG.warning("%s is read as one document of text%s; tables are .jsonl, .csv, .parquet", other[0].name, more)
@@ -117,8 +128,9 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
         )
     chosen = tables or images or list(corpus.files)
-    stems = {_stem(file) for file in chosen}  # an index or a list of classes has the name of its table
-    if left_out := [file.path for file in corpus.files if _stem(file) not in stems]:
+    read = {file.path for file in chosen}
+    stems = {stem for file in tables for stem in _stems(file.path)}
+    if left_out := [file.path for file in corpus.files if file.path not in read and not _is_beside(file.path, stems)]:
         kind = "tables" if tables else "images"
         _LOG.warning(
             "%s: %d files that are no %s are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
@@ -127,9 +139,22 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
         yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
 
 
-def _stem(file: SourceFile) -> str:
-    head, _, name = file.path.rpartition("/")
-    return f"{head}/{name.partition('.')[0]}"
+def _stems(table: str) -> set[str]:
+    """What the names of files begin with that belong to a table, such as its index: its name, also without the suffix."""
+    targets, kind = targets_of(table), kind_of_name(Path(table))
+    return {*targets, *(name[: -len(kind)] for name in targets if name.lower().endswith(kind))}
+
+
+def _is_beside(name: str, stems: set[str]) -> bool:
+    return any(name.endswith(suffix) and name.removesuffix(suffix) in stems for suffix in _BESIDE_TABLES)
+
+
+def _places(path: Path, files: Sequence[InputFile]) -> Iterator[str]:
+    """Where the files lie that were found at ``path``, once the links of that are followed: a folder may have two names."""
+    if not os.path.isdir(path):
+        return (os.path.realpath(file.path) for file in files)
+    folder = os.path.realpath(path)
+    return (os.path.join(folder, file.path.relative_to(path)) for file in files)
 
 
 def _of_file(path: Path, common: str) -> Iterator[InputFile]:
@@ -150,7 +175,7 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
-    if kind_of_name(path) == ".mindrecord" != path.suffix:
+    if kind_of_name(path) == ".mindrecord" != path.suffix.lower():
         raise refused(
             f"{path}, one of a set of MindRecord files",
             "such a set is read as a whole",

@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from unisono.data.cleaning_record import DATA_FOLDER, REPORT_FILE
+from unisono.data.cleaning_record import REPORT_FILE
 from unisono.data.kept_rows import KEPT_FOLDER
 from unisono.data.per_file_arrays import FILES_JSON
+from unisono.data.result_files import DATA_FOLDER, require_whole_results, write_data_sizes
 from unisono.errors import ConfigError, Problem
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
@@ -63,8 +64,10 @@ class JobFolder:
 
         Raises:
             ConfigError: The report is damaged.
+            DataError: Files of ``data/``, here or in a part of a split, are missing or have another size.
         """
         path = self._path / REPORT_FILE
+        require_whole_results([self._path, *_with_data(self._path)])
         try:
             return msgspec.convert({**read_json(path), **others}, kind)
         except (LimitError, ValueError, OSError, TypeError) as error:
@@ -73,8 +76,10 @@ class JobFolder:
             ) from error
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Move the results from ``new`` into the folder, write the report, which says that the job is done, and delete the
-        intermediate files."""
+        """Move the results from ``new`` into the folder, with a list of the files in ``data/``, write the report, which says that
+        the job is done, and delete the intermediate files."""
+        for folder in _with_data(self.new):
+            write_data_sizes(folder)
         for entry in sorted(self.new.iterdir()):
             place = self._path / entry.name
             if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files
@@ -151,7 +156,7 @@ def data_of_results(folder: Path) -> Path:
         return folder
     if (folder / DATA_FOLDER).is_dir():
         return folder / DATA_FOLDER
-    parts = sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
+    parts = _parts(folder)
     if has_rows:
         nearest = f"the rows as a file: unisono data convert SOURCE NEW --kept-rows {folder}; or the data set itself"
     else:
@@ -161,6 +166,17 @@ def data_of_results(folder: Path) -> Path:
         f"of a folder of results the documents in {DATA_FOLDER}/ are read",
         nearest,
     )
+
+
+def _with_data(folder: Path) -> list[Path]:
+    """The folder of results itself if it has data or kept rows, else the parts of a split in it."""
+    if (folder / DATA_FOLDER).is_dir() or (folder / KEPT_FOLDER).is_dir():
+        return [folder]
+    return _parts(folder)
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
 
 
 def _content(path: Path) -> Any:

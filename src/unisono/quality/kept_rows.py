@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.cleaning_record import DATA_FOLDER
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.data.kept_rows import KEPT_FOLDER, KeptFile, write_kept_files
 from unisono.data.per_file_arrays import stamp_of
+from unisono.data.result_files import DATA_FOLDER
 from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
 from unisono.quality.documents import Documents, has_image_records, text_column, text_field

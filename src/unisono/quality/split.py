@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.per_file_arrays import require_array_names
+from unisono.data.result_files import DATA_SIZES
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters
@@ -32,7 +33,7 @@ from unisono.quality.refused import refused
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
-_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock")
+_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, DATA_SIZES, ".lock")
 _LOG: Final = logging.getLogger("unisono")
 _ROUNDING: Final = 1e-6  # of sums of shares
 

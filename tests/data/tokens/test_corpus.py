@@ -47,14 +47,26 @@ def test_links_to_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
         (root / name).symlink_to(tmp_path)
     with pytest.raises(DataError) as caught:
         find_corpus(str(root))
+    hidden = "1 hidden file(s) or folder(s), which are left out: .hidden"
     links = "4 link(s) to folders, which are not followed: a/one, four, three and 1 more"
-    assert caught.value.problems[0].given == f"corpus '{root}': the folder {root} holds no files, only {links}"
+    assert (
+        caught.value.problems[0].given
+        == f"corpus '{root}': the folder {root} holds no files, only {links} and {hidden}"
+    )
     assert not caplog.records
     (root / "text.txt").write_text("text")
     find_corpus(str(root))
-    (record,) = caplog.records
-    assert (record.name, record.levelname) == ("unisono.data", "WARNING")
-    assert record.getMessage() == f"corpus '{root}': it has {links}"
+    assert [(record.name, record.levelname) for record in caplog.records] == [("unisono.data", "WARNING")] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"corpus '{root}': it has {links}",
+        f"corpus '{root}': it has {hidden}",
+    ]
+
+
+def test_what_is_neither_a_file_nor_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe', which is neither a folder nor a regular file"):
+        find_corpus(str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("target", ["../elsewhere.txt", "/etc/hostname", "inner/../../elsewhere.txt", "chain"])

@@ -30,9 +30,10 @@ RECORDIO: Final = ".rec"
 MINDRECORD: Final = ".mindrecord"
 TOKENS: Final = "tokens"
 TABLES: Final = (".jsonl", ".parquet", ".tar", ".csv", ".tar.gz", ".tfrecord", ".tfrecords", "idx", ".bin")
+INDEX_SUFFIXES: Final = (".idx", ".uidx", ".idx.old", ".db")  # of files beside data, which are made of these
 KINDS: Final = (RECORDIO, MINDRECORD, TOKENS, *TABLES)
 SHARD_NAME: Final = re.compile(r"(.*)-([0-9]{5,9})-of-([0-9]{5,9})(.*)")
-_MINDRECORD_NAME: Final = re.compile(r".*\.mindrecord[0-9]{0,4}")
+_MINDRECORD_NAME: Final = re.compile(r".*\.mindrecord[0-9]{0,4}", re.IGNORECASE)
 _HEAD_BYTES: Final = 16
 _SQLITE: Final = b"SQLite format 3\0"
 
@@ -70,36 +71,41 @@ def file_kind(path: Path) -> str:
 
 
 def kind_of_name(path: Path) -> str:
-    """The suffix that names the format of a table; ``idx`` for MNIST's files. The file need not exist."""
+    """The suffix that names the format of a table, in lower case; ``idx`` for MNIST's files. The file need not exist."""
     match = SHARD_NAME.fullmatch(path.name)
     name = path.name if match is None else match[1] + match[4]
     if IDX_NAME.fullmatch(name):
         return "idx"
     if _MINDRECORD_NAME.fullmatch(name):
         return MINDRECORD
-    if name.endswith(".tar.gz"):
+    if name.lower().endswith(".tar.gz"):
         return ".tar.gz"
-    return Path(name).suffix
+    return Path(name).suffix.lower()
 
 
 def beside_target(path: str | Path, suffix: str) -> Path | None:
     """The file ``TARGET`` + ``suffix`` beside a file that was packed into ``TARGET``; None if it is not there.
 
-    ``TARGET`` is the file itself, or has its name without the number of a shard (``name-00000-of-00005.rec``) and the part of a
-    split (``name-train.rec``), and is then no file.
+    ``TARGET`` is one of ``targets_of`` the file; one that is not the file itself is no file.
     """
-    own = str(path)
-    whole = re.sub(r"-\d{5}(-of-\d{5})?(\.[a-z]+)$", r"\2", own)
-    split = re.sub(r"-[^-/]+(\.[a-z]+)$", r"\1", whole)
-    targets = [own, *(target for target in (whole, split) if not os.path.exists(target))]
+    own, *others = targets_of(path)
+    targets = [own, *(target for target in others if not os.path.exists(target))]
     beside = (Path(f"{target}{suffix}") for target in targets)
     return next((file for file in beside if os.path.exists(file)), None)
+
+
+def targets_of(path: str | Path) -> tuple[str, str, str]:
+    """What a file may have been packed into: itself, its name without the number of a shard (``name-00000-of-00005.rec``), and
+    that without the part of a split (``name-train.rec``)."""
+    own = str(path)
+    whole = re.sub(r"-\d{5}(-of-\d{5})?(\.[a-zA-Z]+)$", r"\2", own)
+    return own, whole, re.sub(r"-[^-/]+(\.[a-zA-Z]+)$", r"\1", whole)
 
 
 def _is_token_shard(path: Path) -> bool:
     # a damaged sidecar is still one
     sidecar = path.with_suffix(".idx")
-    if path.suffix != ".bin" or not os.path.isfile(sidecar):
+    if path.suffix.lower() != ".bin" or not os.path.isfile(sidecar):
         return False
     with open_regular(sidecar) as file:
         return file.read(len(SIDECAR_MAGIC)) == SIDECAR_MAGIC

@@ -36,6 +36,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.data.kept_rows import kept_of_table, read_kept_rows
+from unisono.data.result_files import require_whole_results
 from unisono.storage.limits import MAX_TABLE_SHARDS
 
 _WRITTEN: Final = {
@@ -143,7 +144,9 @@ def write_table(path: Path, table: Table, *, base64: Collection[str] = (), is_sh
     suffix = kind_of_name(path)
     if suffix not in _WRITTEN:
         raise _no_format(path, suffix, _WRITTEN)
-    if (SHARD_NAME.fullmatch(path.name) and not is_shard) or (suffix == ".mindrecord" and path.suffix != suffix):
+    if (SHARD_NAME.fullmatch(path.name) and not is_shard) or (
+        suffix == ".mindrecord" and path.suffix.lower() != suffix
+    ):
         raise unwritable_error(
             f"{path}, a name of one of several files", "rows are written to one file", "a name without a number"
         )
@@ -211,7 +214,7 @@ def convert(
 
     Raises:
         DataError: A suffix is unknown, ``target`` exists, the source is damaged, the target's format cannot hold a row, or
-            ``kept_rows`` are those of other files.
+            ``kept_rows`` are those of other files; or the source is of results that were cut.
     """
     if os.path.exists(target) and not overwrite:
         raise unwritable_error(
@@ -227,6 +230,7 @@ def convert(
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
     if kept_rows is not None:
         table = replace(table, rows=kept_of_table(read_kept_rows(kept_rows), files_of(source), table.rows))
+    require_whole_results([source])
     count = write_table(target, table, base64=base64 if to_csv else ())
     write_cleaning_file(target, [source] if kept_rows is None else [source, kept_rows])
     return count

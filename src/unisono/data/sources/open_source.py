@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES, ImageListing, list_images
 from unisono.data.convert.table_files import files_of, open_table, read_formats
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
+from unisono.data.hidden_files import hidden_notice, is_hidden
 from unisono.data.image.records import TILES, image_records
 from unisono.data.kept_rows import KeptRows, kept_samples, read_kept_rows, require_rows, without_dropped
 from unisono.data.mindrecord import MindRecordFile
@@ -38,6 +40,7 @@ from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_NAMES_BYTES, read_limited
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
+_LOG: Final = logging.getLogger("unisono.data")
 _IN_FOLDERS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 _CIFAR: Final = ("data_batch", "test_batch")
 _ARROW: Final = "arrow"
@@ -151,6 +154,8 @@ def _open_paths(
         if len(local) != 1:
             raise _unfit(f"{len(local)} folders of images", "one folder, or a mixture of sources")
         listing = list_images(local[0])
+        if listing.hidden:
+            _LOG.warning("%s: it has %s", local[0], hidden_notice(listing.hidden))
         if kept is not None:
             left = set(without_dropped(kept, local[0], (bad.path for bad in listing.bad)))
             listing.bad = [bad for bad in listing.bad if bad.path in left]
@@ -450,15 +455,20 @@ def _tables_in(path: Path) -> list[Path]:
     """The tables of a folder without images and its folders, in order; none of any other path."""
     if not path.is_dir() or is_arrow_folder(path):
         return []
-    names = (name for _, _, files in os.walk(path) for name in files)
     has_tables = False
-    for name in names:
+    for name in _visible_names(path):
         if Path(name).suffix.lower() in IMAGE_SUFFIXES:
             return []
         has_tables = has_tables or kind_of_name(Path(name)) in _IN_FOLDERS
     if not has_tables:
         return []
     return [path / file.path for file in find_corpus(str(path)).files if kind_of_name(Path(file.path)) in _IN_FOLDERS]
+
+
+def _visible_names(folder: Path) -> Iterator[str]:
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        yield from (name for name in files if not is_hidden(name))
 
 
 def _missing(address: str | Path) -> DataError:

@@ -26,6 +26,7 @@ from typing import BinaryIO, Final
 import xxhash
 
 from unisono.data.cleaning_record import CLEANING_SUFFIX
+from unisono.data.hidden_files import hidden_notice, is_hidden, may_be_data, some_of
 from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.sanitize import quoted
@@ -33,7 +34,6 @@ from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_insid
 
 STDLIB = "stdlib"
 _LOG: Final = logging.getLogger("unisono.data")
-_SHOWN_LINKS = 3
 
 # Not source code of the standard library: tests, installed packages, output of this machine's build, generated tables (codecs)
 # and texts (pydoc's topics: one file with more than half of the bytes that a split may hold out).
@@ -97,7 +97,7 @@ def find_corpus(corpus: str) -> Corpus:
     """List the files of a corpus.
 
     Args:
-        corpus: ``"stdlib"``, a folder, without its hidden files and folders, or one file.
+        corpus: ``"stdlib"``, a folder, without its hidden files and folders, which a warning counts, or one file.
 
     Raises:
         DataError: There is no such file or folder, it has no files, it cannot be read, or a link of it leads out of it.
@@ -115,18 +115,24 @@ def find_corpus(corpus: str) -> Corpus:
     if path.is_file():
         file = _stat(path.parent, path.name, may_lead_out=True)
         return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
+    if path.exists() and not path.is_dir():
+        raise _no_corpus(f"corpus {corpus!r}, which is neither a folder nor a regular file", "a file with its content")
     if not path.is_dir():
         nearest = f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists"
         raise _no_corpus(f"corpus {corpus!r}: no file or folder {path.absolute()}", nearest)
     confined_to = os.path.realpath(path)  # before the listing: the folder itself may be exchanged, too
-    relatives, links = _walk(path, stdlib=False)
+    relatives, links, hidden = _walk(path, stdlib=False)
     files = tuple(_stat(path, relative, may_lead_out=False) for relative in relatives)
-    unfollowed = f"{len(links)} link(s) to folders, which are not followed: {_some(links)}" if links else ""
-    if not files:
-        only = f", only {unfollowed}" if links else ""
-        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files{only}")
+    unread: list[str] = []
     if links:
-        _LOG.warning("corpus %r: it has %s", corpus, unfollowed)
+        unread.append(f"{len(links)} link(s) to folders, which are not followed: {some_of(links)}")
+    if hidden:
+        unread.append(hidden_notice(hidden))
+    if not files:
+        only = f", only {' and '.join(unread)}" if unread else ""
+        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files{only}")
+    for fact in unread:
+        _LOG.warning("corpus %r: it has %s", corpus, fact)
     return Corpus(name=str(path), root=path, files=files, skip_undecodable=False, confined_to=confined_to)
 
 
@@ -196,11 +202,16 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
     )
 
 
-def _walk(root: Path, *, stdlib: bool) -> tuple[list[str], list[str]]:
-    """Relative paths of the corpus' files, links to files among them, and of links to folders, which are not followed; sorted."""
+def _walk(root: Path, *, stdlib: bool) -> tuple[list[str], list[str], list[str]]:
+    """Relative paths of the corpus' files, links to files among them, of links to folders, which are not followed, and of hidden
+    files and folders, which are left out; sorted."""
     paths: list[str] = []
     links: list[str] = []
+    hidden: list[str] = []
     for folder, folders, files in os.walk(root, onerror=_raise):
+        hidden.extend(
+            Path(folder, name).relative_to(root).as_posix() for name in (*folders, *files) if may_be_data(name)
+        )
         folders[:] = [name for name in folders if not _skipped_folder(name, stdlib=stdlib)]
         links.extend(
             Path(folder, name).relative_to(root).as_posix() for name in folders if os.path.islink(Path(folder, name))
@@ -208,24 +219,19 @@ def _walk(root: Path, *, stdlib: bool) -> tuple[list[str], list[str]]:
         paths.extend(
             Path(folder, name).relative_to(root).as_posix() for name in files if not _skipped_file(name, stdlib=stdlib)
         )
-    return sorted(paths), sorted(links)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_LINKS} more" if len(names) > _SHOWN_LINKS else ""
-    return ", ".join(name.encode(errors="replace").decode() for name in names[:_SHOWN_LINKS]) + more
+    return sorted(paths), sorted(links), sorted(hidden)
 
 
 def _skipped_folder(name: str, *, stdlib: bool) -> bool:
     if stdlib:
         return name in _STDLIB_SKIPPED_FOLDERS or name.startswith(_STDLIB_SKIPPED_PREFIXES)
-    return name.startswith(".") or name == "__pycache__"
+    return is_hidden(name) or name == "__pycache__"
 
 
 def _skipped_file(name: str, *, stdlib: bool) -> bool:
     if stdlib:
         return not name.endswith(".py") or name in _STDLIB_SKIPPED_FILES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
-    return name.startswith(".") or name.endswith(CLEANING_SUFFIX)
+    return is_hidden(name) or name.endswith(CLEANING_SUFFIX)
 
 
 def _raise(error: OSError) -> None:

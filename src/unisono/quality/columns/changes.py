@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.cleaning_record import DATA_FOLDER
+from unisono.data.result_files import DATA_FOLDER
 from unisono.quality.columns.changed_parquet import Types, arrow_types, write_parquet
 from unisono.quality.columns.changed_rows import require_columns, write_rows
 from unisono.quality.columns.changed_text import write_csv, write_jsonl

@@ -23,7 +23,7 @@ class ByteSource:
     def __init__(self, path: Path) -> None:
         self.path, self.offset = path, 0
         self._raw = open_source(path)
-        self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.endswith(".gz") else None
+        self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.lower().endswith(".gz") else None
         # bytes of the whole file; unknown for gzip
         self.size = None if self._unpacked else os.fstat(self._raw.fileno()).st_size
 

@@ -1,7 +1,7 @@
 """List images with labels and order, and the bad ones as far as a cheap check shows.
 
     a folder    class = the folder of an image, numbered in the order of the folders' paths; images in the order of their paths.
-                Both as in im2rec --recursive.
+                Both as in im2rec --recursive, but without hidden files and folders.
     a .lst      MXNet's: integer index, tab, label or labels, tab, path; in the order of its lines
     a .csv      path,label or path,label,label…, below a header line; a single column of names becomes classes, sorted
 
@@ -23,6 +23,7 @@ import xxhash
 
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
+from unisono.data.hidden_files import is_hidden, may_be_data
 from unisono.sanitize import quoted, shorten
 from unisono.storage.files import is_inside, open_regular
 from unisono.storage.limits import MAX_LABELS, MAX_LIST_BYTES, MAX_RECORD_BYTES, LimitError, read_limited
@@ -54,7 +55,8 @@ class ImageListing:
     samples: list[ListedImage] = field(default_factory=list[ListedImage])
     classes: list[str] = field(default_factory=list[str])
     bad: list[BadInput] = field(default_factory=list[BadInput])
-    left_out: int = 0  # files of a folder without an image suffix
+    left_out: int = 0  # files of a folder without an image suffix, and hidden files and folders
+    hidden: list[str] = field(default_factory=list[str])  # of these, paths of such that may be data
 
     def refuse(self, path: str, reason: str) -> None:
         """Add a bad input."""
@@ -123,6 +125,10 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
         printable = entry.name.encode("utf-8", "backslashreplace").decode()
         if printable != entry.name:  # bytes that are not UTF-8 appear as lone surrogates
             listing.refuse("/".join((*parts, printable)), "its name is not UTF-8")
+        elif is_hidden(entry.name):
+            listing.left_out += 1
+            if may_be_data(entry.name):
+                listing.hidden.append("/".join(entry_parts))
         elif entry.is_dir():
             if entry.is_symlink() and not follow:
                 listing.refuse("/".join(entry_parts), "a link to a folder; --follow-links takes it")
