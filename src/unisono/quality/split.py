@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.cleaning_record import DATA_FOLDER, cleaning_facts
+from unisono.data.kept_rows import KEPT_FOLDER
 from unisono.data.per_file_arrays import require_array_names
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
@@ -29,10 +30,12 @@ from unisono.quality.options import DuplicateOptions, only_dedup, require_settin
 from unisono.quality.page import write_split_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
+from unisono.quality.row_keys import group_of
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
-_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock")
+# also the folders by which one result is told from several parts
+_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, ".lock", DATA_FOLDER, KEPT_FOLDER)
 _LOG: Final = logging.getLogger("unisono")
 _ROUNDING: Final = 1e-6  # of sums of shares
 
@@ -269,7 +272,7 @@ def round_to_totals(wanted: NDArray[np.float64], totals: NDArray[np.float64]) ->
 
 def _groups(documents: Documents, field: str, sketches: Sketches, progress: Progress) -> NDArray[np.int64]:
     """The number of each document's group."""
-    return read_values(documents, field, sketches, lambda value: value, stage="reading groups", progress=progress)[0]
+    return read_values(documents, field, sketches, group_of, stage="reading groups", progress=progress)[0]
 
 
 def _classes(
@@ -293,4 +296,8 @@ def _check_parts(parts: Mapping[str, Fraction]) -> None:
         raise refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
     for name in parts:
         if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
-            raise refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
+            raise refused(
+                f"a part {quoted(name)}",
+                f"a part is the name of a folder, and none of {', '.join(_RESERVED)}",
+                "train, valid or test",
+            )
