@@ -114,7 +114,8 @@ def split(
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
-        DataError: Shares do not sum up to 1; a file is damaged, has no text or not the field, or has changed meanwhile.
+        DataError: Shares do not sum up to 1, or a part has a name that the results need; a file is damaged, has no text or not
+            the field, or has changed meanwhile.
         ExtraError: rensa is not installed.
     """
     options = options or DuplicateOptions()
