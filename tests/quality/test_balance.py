@@ -123,6 +123,7 @@ def test_power_and_limit() -> None:
         ('{"label": "a"}\n{"label": "b"}\n', {"field": "kind"}, "none with a label in the field 'kind'"),
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
+        ('{"label": 1}\n{"label": 1e999}\n', {"field": "label"}, "row 1, field 'label': .*inf"),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
         (
             '{"label": "a"}\n{"label": "b\\ud800"}\n',

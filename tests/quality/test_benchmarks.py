@@ -126,6 +126,37 @@ def test_each_column_of_a_benchmark_is_an_item(tmp_path: Path) -> None:
         by_columns(tmp_path, "answers")
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "given"),
+    [
+        ("b.jsonl", '{"text": "a"}\n', ("answers",), "column 'answers' of line 1"),
+        ("b.csv", "text\na\n", ("answers",), "a benchmark of decontaminate.against: column 'answers' of"),
+        ("b.jsonl", '{"text": "a"}\n{"text": null}\n', (), "b.jsonl: line 2 .*null"),
+        ("b.csv", "text,n\na,1\nb,2\n", ("n",), "row 0, field 'n'"),
+        ("b.csv", "question,answer\na,b\n", (), "whose fields are 'question', 'answer'"),
+    ],
+)
+def test_errors_of_benchmarks_name_the_setting_that_helps(
+    tmp_path: Path, name: str, content: str, columns: tuple[str, ...], given: str, skips: bool
+) -> None:
+    """``--on-error skip`` leaves out documents, and no items of a benchmark; ``--column`` is that of the documents, too."""
+    (tmp_path / name).write_text(content)
+    source = table(tmp_path / "data.jsonl", *texts(2))
+    with pytest.raises(DataError, match=given) as raised:
+        clean([source], tmp_path / "out", recipe(tmp_path / name, columns=columns), skips_unreadable=skips)
+    assert "try:  decontaminate.columns with the fields of text" in str(raised.value)
+    assert "--on-error" not in str(raised.value)
+    assert "--column " not in str(raised.value)
+
+
+def test_an_error_of_a_benchmark_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"a\xe9")
+    with pytest.raises(DataError, match=r"a benchmark of decontaminate\.against: .*b\.txt") as raised:
+        clean([table(tmp_path / "data.jsonl", *texts(2))], tmp_path / "out", recipe(tmp_path / "b.txt"))
+    assert "try:  the benchmark without that file" in str(raised.value)
+
+
 @pytest.mark.parametrize("shift", range(0, 230, 9))
 def test_a_quote_across_two_blocks_is_found(tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a document begin every 200 bytes or so; the quote of 13 words has some 60."""

@@ -153,6 +153,8 @@ def test_why_a_part_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         ({"a": Fraction(3, 2), "b": Fraction(-1, 2)}, "above 0 and sum up to 1"),
         ({"../a": Fraction(1)}, "a part '../a'"),
         ({"work": Fraction(1)}, "a part 'work'"),
+        ({"data": Fraction(1, 2), "x": Fraction(1, 2)}, "a part 'data'"),
+        ({"x": Fraction(1, 2), "kept": Fraction(1, 2)}, "a part 'kept'"),
     ],
 )
 def test_parts_that_are_refused(tmp_path: Path, parts: dict[str, Fraction], message: str) -> None:
@@ -178,7 +180,7 @@ def test_too_many_classes_and_values_that_are_none(tmp_path: Path, monkeypatch: 
     with pytest.raises(DataError, match="the field of a user or a source is a group"):
         split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="label")
     write_table(tmp_path / "lists.jsonl", Table(rows=[{"text": "a", "label": ["x", "y"]}]))
-    with pytest.raises(DataError, match="a class or a group is a string or a number"):
+    with pytest.raises(DataError, match="a row has one label"):
         split([tmp_path / "lists.jsonl"], tmp_path / "other", PARTS, class_field="label")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unisono.errors import DataError
-from unisono.tasks.targets import ClassNumbers, StandardNumber, is_text, scan_targets, split_words
+from unisono.tasks.targets import ClassNumbers, StandardNumber, is_text, scan_classes, scan_targets, split_words
 
 ROWS = np.random.default_rng(0).normal((3, -2), (0.5, 4), (50, 2)).astype(np.float32)
 
@@ -50,6 +50,12 @@ def test_other_counts_are_refused() -> None:
     assert str(caught.value) == text
     with pytest.raises(DataError, match=r"finite numbers"):
         StandardNumber(mean=(0.0, 0.0), std=(1.0, 1.0))({"targets": np.array([1.0, np.nan])})
+
+
+def test_infinity_is_no_class() -> None:
+    for value in (np.float32("inf"), np.array([-np.inf])):
+        with pytest.raises(DataError, match=r"a target float.*inf\n  rule: a class is one text or one integer"):
+            scan_classes([np.int64(1), value], several=False)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def worker_options(function: F) -> F:
             help="Send documents to a Ray cluster: auto (that of this machine), HOST:PORT, or local (one for this command).",
         ),
         click.option(
-            "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
+            "--workers", type=click.IntRange(min=0), help="Most processes; 0 = this one (default: by size and cores)."
         ),
     ):
         with_workers = option(with_workers)

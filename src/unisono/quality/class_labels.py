@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
-from unisono.data.convert.formats.table import OtherFields, Row, check_columns, describe_value, open_source
+from unisono.data.convert.formats.table import OtherFields, Row, describe_value
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import open_file
 from unisono.data.per_file_arrays import file_stamp
-from unisono.data.sources import open_source as open_data
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
-from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
-from unisono.quality.input_files import WHOLE_FILE, list_files
+from unisono.quality.input_files import WHOLE_FILE, is_image_name, list_files
 from unisono.quality.job_folder import data_of_results
 from unisono.quality.refused import refused
+from unisono.quality.row_keys import NoValue, class_of, image_class, keyed, row_keys
 from unisono.sanitize import listed, quoted
-from unisono.storage.limits import MAX_RECORD_BYTES
-from unisono.tasks.sources import TARGETS, class_names_of, scan
-from unisono.tasks.targets import class_names, is_absent
+from unisono.tasks.sources import TARGETS
 
 IMAGES: Final = "images"
 ARROW: Final = "arrow"
@@ -72,7 +69,10 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
             continue
         for file in files:
             if file.kind == WHOLE_FILE:
-                raise refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
+                what, nearest = (
+                    ("an image", "its folder") if is_image_name(file.path) else ("a file of text", "a table")
+                )
+                raise refused(f"{file.path}, {what}", "rows of tables and images in folders have labels", nearest)
             found.append((file.path, file.kind, file.size))
     whole = [Path(os.path.abspath(path)) for path, _, _ in found]
     if twice := sorted(str(path) for path, count in Counter(whole).items() if count > 1):
@@ -109,7 +109,6 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
     Raises:
         DataError: The file is damaged, has no such field, or a label is neither text nor an integer.
     """
-    names: tuple[str, ...] = ()
     if file.kind == IMAGES:
         yield from _folders_of_images(file.path, field)
         meter.end()
@@ -117,26 +116,13 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
     if file.kind == ARROW:
         names = arrow_classes(file.path).get(field, ())
         values = _field_of(arrow_rows(arrow_files(file.path)), field)
-    elif file.kind == ".rec":
-        records = open_data(file.path, columns={TARGETS: field})
-        names = class_names_of(records, field)
-        values = (sample[TARGETS] for sample in meter.shares(scan(records), len(records)))
-    elif file.kind == ".jsonl":
-        values = _values_of_lines(file.path, field, meter)
+        found = keyed(values, file.path, field, partial(_class_in_run, names=names))
     else:
-        table = open_file(file.path, file.kind, [field] if file.kind == ".parquet" else None)
-        if table.schema is not None:
-            check_columns([field], table.schema, str(file.path))
-        values = _field_of(meter.rows(table), field)
-    known: dict[tuple[type, Any], str | None] = {}
-    for row, value in enumerate(values):
-        if not isinstance(value, str | int | bytes):
-            yield _name(value, names, file.path, row, field)
-            continue
-        key = (type(value), value)
-        if key not in known:
-            known[key] = _name(value, names, file.path, row, field)
-        yield known[key]
+        found = row_keys(file.path, file.kind, field, _class_in_run, meter)
+    for name in found:
+        if isinstance(name, DataError):
+            raise name
+        yield None if isinstance(name, NoValue) else cast("str", name)
     meter.end()
 
 
@@ -161,46 +147,22 @@ def _folders_of_images(folder: Path, field: str) -> Iterator[str]:
             f"{folder}: {listing.bad[0].path}: {listing.bad[0].reason}", "all images can be read", "remove or repair it"
         )
     for image in listing.samples:
-        yield listing.classes[int(image.labels[0])] if listing.classes else "0"
+        yield image_class(folder / image.name, image.name)
 
 
 def _field_of(rows: Iterable[Row], field: str) -> Iterator[Any]:
     return (row.get(field) for row in rows)
 
 
-def _values_of_lines(path: Path, field: str, meter: FileMeter) -> Iterator[Any]:
-    """The value of each line of JSONL; None where the field is missing or null."""
-    with open_source(path) as source:
-        offset = 0
-        for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
-            meter.add(len(line))
-            try:
-                yield row_of_line(line, path, number, offset, [field])[field]
-            except DataError:
-                if object_of_line(line, path, number, offset).get(field) is not None:
-                    raise
-                yield None
-            offset += len(line)
-
-
-def _name(value: Any, names: Sequence[str], path: Path, row: int, field: str) -> str | None:
-    """The name of a class; ``names`` are those of its numbers, where -1 is no label (as in Hugging Face's ``ClassLabel``)."""
-    if value is None:
-        return None
-    try:
-        if isinstance(value, list | tuple):
-            raise refused(describe_value(value), "a row has one label", "a field of single labels")
-        array = sample_of_row({field: value}, row)[field]
-        if is_absent(array):
-            return None
-        (name,) = class_names(array, several=False)
-        if not names or not isinstance(name, int):
-            return str(name)
-        if not -1 <= name < len(names):
+def _class_in_run(value: Any, names: Sequence[str] = ()) -> str | None:
+    """The class, as ``class_of``. Raises DataError also for text that a run cannot read."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
             raise refused(
-                f"class {name} of {len(names)} classes", "a number of a class is below their number", "another"
-            )
-        return names[name] if name >= 0 else None
-    except DataError as error:
-        place = f"{path}, row {row}, field {quoted(field)}"
-        raise DataError(*(replace(problem, given=f"{place}: {problem.given}") for problem in error.problems)) from error
+                f"{describe_value(value)}, a lone surrogate at {error.start}",
+                "text is Unicode, which UTF-8 can hold; a lone surrogate is half of a character",
+                "that row without it",
+            ) from error
+    return class_of(value, names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,21 +18,22 @@ from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
 from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
 from unisono.data.convert.table_files import Row, open_file
 from unisono.data.image.decoding import image_format
-from unisono.data.text_encoding import encoding_of
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, read_text
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
-from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
-from unisono.quality.input_files import PARQUET, InputFile, folder_name, is_image_name, list_files
+from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record
+from unisono.quality.input_files import PARQUET, InputFile, is_image_name, list_files
 from unisono.quality.parquet_rows import example_row, parquet_rows
 from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
+from unisono.quality.row_keys import Key, NoValue, ends_reading, image_class, json_lines, row_keys
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
 Content = Literal["text", "images"]
 TEXT_COLUMN: Final = "text"  # column of the documents where no other is named
+NAME_COLUMN: Final = "--column NAME"  # what an error says where it is not clear
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
 _LOG: Final = logging.getLogger("unisono")
@@ -111,30 +112,34 @@ class Documents:
             return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None, meter))
         return _texts(file, self.column, meter) if self.content == "text" else _images(file, self.column, meter)
 
-    def values(self, field: str, faults: dict[int, str], advance: Advance = ignore) -> Iterator[Any]:
-        """The value of a field of the tables, of each document; None of one without, if such are skipped.
+    def keys(
+        self, field: str, key: Key, faults: dict[int, str], advance: Advance = ignore
+    ) -> Iterator[Hashable | None]:
+        """The key of the value that each document has in a field of the tables; None of one without, if such are skipped.
 
         A file that is one document has the field ``targets``: its folder within the one that was given, and the name of that one
         for files that lie in it directly. Image records have ``targets``, the name or number of their class.
 
         Args:
             field: The field.
+            key: Of a value, such as the name of its class.
             faults: Gets why a document has no value, by its number.
             advance: Receives the bytes that are read, ``total_bytes`` in all.
 
         Raises:
-            DataError: A file has no such field. Or, unless such are skipped, a row has none, or its value is no string, number or
-                truth value.
+            DataError: A file has no such field. Or, unless such are skipped, a row has none, or an absent value (null, empty or
+                NaN), or one that has no key.
         """
-        values = (value for file in self.files for value in _values(file, field, FileMeter(file.size, advance)))
-        for document, value in enumerate(values):
-            if not isinstance(value, DataError):
-                yield value
+        found_keys = (found for file in self.files for found in _keys(file, field, key, FileMeter(file.size, advance)))
+        for document, found in enumerate(found_keys):
+            error = found.error if isinstance(found, NoValue) else found
+            if not isinstance(error, DataError):
+                yield error
             elif self.skips_unreadable:
-                faults[document] = _fault(value)
+                faults[document] = _fault(error)
                 yield None
             else:
-                raise _with_way_out(value)
+                raise _with_way_out(error)
 
     def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
         """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
@@ -281,18 +286,13 @@ def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row 
     if file.kind != ".jsonl" or field is None:
         yield from meter.rows(open_file(file.path, file.kind, None if field is None else [field]))
         return
-    with open_source(file.path) as source:
-        offset = 0
-        for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
-            meter.add(len(line))
-            try:
-                yield row_of_line(line, file.path, number, offset, [field])
-            except DataError as error:
-                # the rest of the line would count as others; or none of the lines can be read
-                if len(line) > MAX_RECORD_BYTES or (number == 1 and encoding_of(line)):
-                    raise
-                yield error
-            offset += len(line)
+    for number, offset, line in json_lines(file.path, meter):
+        try:
+            yield row_of_line(line, file.path, number, offset, [field])
+        except DataError as error:
+            if ends_reading(number, line):
+                raise
+            yield error
 
 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
@@ -344,8 +344,8 @@ def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[b
             yield _no_value(file, number, name, row, "a document is an encoded image")
 
 
-def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
-    """The value of a field of each document of a file, or a DataError that says why it has none."""
+def _keys(file: InputFile, field: str, key: Key, meter: FileMeter) -> Iterator[Hashable | NoValue | DataError]:
+    """The key of each document of a file, or why it has none."""
     if file.corpus_entry is not None:
         if field != TARGETS:
             raise refused(
@@ -354,20 +354,9 @@ def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
                 f"{quoted(TARGETS)}, or a table",
             )
         meter.end()
-        yield folder_name(file, file.corpus_entry[1])
+        yield key(image_class(file.path, file.corpus_entry[1].path))
         return
-    if field == TARGETS and has_image_records(file):
-        yield from record_classes(file.path)
-        meter.end()
-        return
-    for number, row in enumerate(_rows(file, field, meter)):
-        if isinstance(row, DataError):
-            yield row
-        elif isinstance(row.get(field), str | int | float):
-            yield row[field]
-        else:
-            yield _no_value(file, number, field, row, "a class or a group is a string or a number")
-    meter.end()
+    yield from row_keys(file.path, file.kind, field, key, meter)
 
 
 def image_column(row: Row) -> str | None:
@@ -434,7 +423,7 @@ def text_column(row: Row, file: InputFile) -> str:
     raise refused(
         f"{file.path}, whose fields are {listed(map(quoted, row))}",
         "of a table one field is the text: 'text', or the only string",
-        "--column NAME",
+        NAME_COLUMN,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.progress import SILENT, Progress
+from unisono.quality.row_keys import Key
 
 
 def read_values(
     documents: Documents,
     field: str,
     sketches: Sketches,
-    key: Callable[[Any], Hashable],
+    key: Key,
     *,
     stage: str,
     progress: Progress = SILENT,
@@ -28,7 +29,7 @@ def read_values(
         documents: The data set.
         field: The field.
         sketches: Of all documents.
-        key: What two values that are the same have in common.
+        key: What two values that are the same have in common; None of an absent one.
         stage: What this is called where progress is shown.
         progress: Receives the bytes that are read.
 
@@ -42,13 +43,10 @@ def read_values(
     numbers: dict[Hashable, int] = {}
     faults: dict[int, str] = {}
     progress.begin(stage, documents.total_bytes, "bytes")
-    of_documents = documents.values(field, faults, progress.advance)
-    values = zip(of_documents, (sketches.reasons() == 0).tolist(), strict=True)
+    of_documents = documents.keys(field, key, faults, progress.advance)
+    keys = zip(of_documents, (sketches.reasons() == 0).tolist(), strict=True)
     found = np.fromiter(
-        (
-            numbers.setdefault(key(value), len(numbers)) if is_read and value is not None else -1
-            for value, is_read in values
-        ),
+        (numbers.setdefault(of, len(numbers)) if is_read and of is not None else -1 for of, is_read in keys),
         np.int64,
         len(sketches),
     )

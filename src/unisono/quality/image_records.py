@@ -12,6 +12,7 @@ from unisono.data.image.decoding import image_format
 from unisono.data.recordio import pack_header, unpack_header
 from unisono.data.sources import open_source
 from unisono.errors import DataError
+from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.sanitize import quoted
 from unisono.storage.files import write_atomically
 from unisono.tasks.sources import TARGETS, class_names_of, scan
@@ -36,14 +37,15 @@ def record_class_names(path: Path) -> tuple[str, ...]:
     return class_names_of(open_source(path, classes=False), TARGETS)
 
 
-def record_classes(path: Path) -> Iterator[str | int]:
+def record_classes(path: Path, meter: FileMeter = UNMETERED) -> Iterator[str | int]:
     """The class of each image record: its name, or its number where names are not known.
 
     Raises:
         DataError: A label is none of the classes.
     """
     names = record_class_names(path)
-    for record, sample in enumerate(scan(open_source(path, columns={TARGETS: TARGETS}))):
+    records = open_source(path, columns={TARGETS: TARGETS})
+    for record, sample in enumerate(meter.shares(scan(records), len(records))):
         number = int(sample[TARGETS])
         if names and number >= len(names):
             raise _refused(f"{path}, record {record}, with class {number} of {len(names)}")

@@ -183,9 +183,3 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
         )
     corpus_entry = None if corpus is None else (corpus, entry)
     return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, corpus_entry=corpus_entry)
-
-
-def folder_name(file: InputFile, entry: SourceFile) -> str:
-    """The same for the same folder of a class, whichever of several folders with such folders it lies in."""
-    within = os.path.dirname(entry.path)
-    return within or _absolute(file.path).parent.name

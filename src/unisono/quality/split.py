@@ -15,8 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.cleaning_record import cleaning_facts
+from unisono.data.kept_rows import KEPT_FOLDER
 from unisono.data.per_file_arrays import require_array_names
-from unisono.data.result_files import DATA_SIZES
+from unisono.data.result_files import DATA_FOLDER, DATA_SIZES
 from unisono.quality.document_places import DocumentPlaces
 from unisono.quality.documents import Documents, find_documents
 from unisono.quality.duplicates.clusters import find_clusters
@@ -30,10 +31,13 @@ from unisono.quality.options import DuplicateOptions, only_dedup, require_settin
 from unisono.quality.page import write_split_page
 from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
+from unisono.quality.row_keys import group_of
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 
-_RESERVED: Final = ("work", "job.json", "report.json", "report.html", DROPPED_FILE, DATA_SIZES, ".lock")
+_FILES: Final = ("job.json", "report.json", "report.html", DROPPED_FILE, DATA_SIZES, ".lock")
+# also the folders by which one result is told from several parts
+_RESERVED: Final = ("work", DATA_FOLDER, KEPT_FOLDER, *_FILES)
 _LOG: Final = logging.getLogger("unisono")
 _ROUNDING: Final = 1e-6  # of sums of shares
 
@@ -112,7 +116,8 @@ def split(
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
-        DataError: Shares do not sum up to 1; a file is damaged, has no text or not the field, or has changed meanwhile.
+        DataError: Shares do not sum up to 1, or a part has a name that the results need; a file is damaged, has no text or not
+            the field, or has changed meanwhile.
         ExtraError: rensa is not installed.
     """
     options = options or DuplicateOptions()
@@ -270,7 +275,7 @@ def round_to_totals(wanted: NDArray[np.float64], totals: NDArray[np.float64]) ->
 
 def _groups(documents: Documents, field: str, sketches: Sketches, progress: Progress) -> NDArray[np.int64]:
     """The number of each document's group."""
-    return read_values(documents, field, sketches, lambda value: value, stage="reading groups", progress=progress)[0]
+    return read_values(documents, field, sketches, group_of, stage="reading groups", progress=progress)[0]
 
 
 def _classes(
@@ -294,4 +299,8 @@ def _check_parts(parts: Mapping[str, Fraction]) -> None:
         raise refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
     for name in parts:
         if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
-            raise refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
+            raise refused(
+                f"a part {quoted(name)}",
+                f"a part is the name of a folder, and none of {', '.join(_RESERVED)}",
+                "train, valid or test",
+            )

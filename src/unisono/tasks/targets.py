@@ -126,7 +126,7 @@ def class_names(value: Any, *, several: bool) -> list[str | int]:
     elif array.dtype == np.uint8 and array.ndim == 1:  # text, as the sources give it
         text = array.tobytes().decode("utf-8", errors="replace")
         names = split_words(text) if several else [text]
-    elif array.dtype.kind in "iub" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all())):
+    elif array.dtype.kind in "iub" or (array.dtype.kind == "f" and _are_integers(array)):
         names = [int(number) for number in array.reshape(-1).tolist()]
     else:
         names = []
@@ -138,6 +138,11 @@ def class_names(value: Any, *, several: bool) -> list[str | int]:
         consequence="the sample has no class",
         nearest="task.target=COLUMN of the classes, or task.predicts=number",
     )
+
+
+def _are_integers(array: NDArray[Any]) -> bool:
+    """Whether no number has a fraction; infinity, which is its own floor, is no integer."""
+    return bool((np.isfinite(array) & (array == np.floor(array))).all())
 
 
 def is_absent(value: Any, *, several: bool = False) -> bool:

@@ -145,6 +145,11 @@ def test_labels_that_are_no_class_are_told(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "a.rec") as writer:
         writer.write(pack_header(ImageHeader(label=0.5), b"x"))
         writer.write(pack_header(ImageHeader(label=np.array([1, 2], np.float32)), b"x"))
+        writer.write(pack_header(ImageHeader(label=float("inf")), b"x"))
+        writer.write(pack_header(ImageHeader(label=float("nan")), b"x"))
+    for number, said in ((2, r"label \[inf\]"), (3, r"label \[nan\]")):
+        with pytest.raises(DataError, match=said):
+            image_records([tmp_path / "a.rec"]).read(np.array([number]))
     with pytest.raises(DataError, match=r"decode raised DataError: label \[0.5\]"):
         image_records([tmp_path / "a.rec"]).read(np.array([0]))
     with pytest.raises(DataError, match=r"label \[1.0, 2.0\]"):

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from unisono.config import check_options
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.loader import Loader
+from unisono.data.loading.subprocess_map import subprocess_map
 from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.options import LoaderOptions
@@ -100,6 +101,33 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with loader(samples.Rows(40, deadly=7, once=once), worker_kind="process", num_workers=2) as one:
         assert rows(one.iterate(0, 4)) == expected
     assert once.exists(), "it was killed, once"
+
+
+ECHO = """
+import sys
+from multiprocessing.connection import Connection
+from unisono.data.loading.subprocess_map import serve_requests
+
+serve_requests(Connection(int(sys.argv[-1])), bytes.upper)
+"""
+
+
+def test_processes_start_only_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def counted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    requests = [(number, f"request {number}".encode()) for number in range(2)]
+    command = [sys.executable, "-c", ECHO]
+    found = list(
+        subprocess_map(requests, command, workers=8, ahead=2, ended=lambda tag, code: DataError("", "", "", ""))
+    )
+    assert found == [(number, f"REQUEST {number}".encode()) for number in range(2)]
+    assert 1 <= len(started) <= 2
+    assert all(process.poll() is not None for process in started)
 
 
 def test_a_sample_that_kills_every_worker_is_named() -> None:

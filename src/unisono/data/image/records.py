@@ -35,7 +35,7 @@ def image_records(files: Sequence[RecordFile | Path | str], *, classes: bool = T
 def _of_a_class(record: memoryview) -> Batch:
     header, image = unpack_header(record)
     label = np.asarray(header.label, np.float64).reshape(-1)
-    if label.size != 1 or label[0] < 0 or label[0] != int(label[0]):
+    if label.size != 1 or not (label[0] >= 0 and float(label[0]).is_integer()):
         raise DataError(
             given=f"label {label.tolist()}",
             rule="a class is one integer from 0",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
+from unisono.data.loading.worker_pool import PoolWorker, WorkerPool
 from unisono.errors import UnisonoError
 
 Tag = TypeVar("Tag")
@@ -30,53 +29,45 @@ def subprocess_map(
     ended: Callable[[Tag, int], UnisonoError],
     environ: Mapping[str, str] | None = None,
 ) -> Generator[tuple[Tag, bytes]]:
-    """(tag, answer) of each request, in order, by up to ``workers`` processes of ``command``.
+    """(tag, answer) of each request, in order, by at most ``workers`` processes of ``command``.
 
-    A request of None is not sent, and its answer is empty. Each process starts with its first request, so there are no more
-    processes than requests. At most ``ahead`` requests per worker are in flight, which bounds the memory of waiting answers.
-    Closing the generator kills the processes. Raises ``ended(tag, exit code)`` if a process ends by itself.
+    A process starts when there is a request for it, so there are no more than requests. A request of None is not sent, and its
+    answer is empty. At most ``ahead`` requests per worker are in flight, which bounds the
+    memory of waiting answers. Closing the generator kills the processes. Raises ``ended(tag, exit code)`` if a process ends by
+    itself.
     """
-    processes: list[Subprocess] = []
-    starting, is_closed = threading.Lock(), threading.Event()
 
-    def start() -> Subprocess:
-        with starting:
-            if is_closed.is_set():
-                raise ConnectionAbortedError  # nobody waits for the answer
-            # Output of the processes goes to stderr, away from the parent's own.
-            processes.append(Subprocess(command, stdout=2, environ=environ))
-            return processes[-1]
-
-    def make_worker() -> FunctionWorker[tuple[Tag, bytes | None], bytes]:
-        process: Subprocess | None = None
-
-        def ask(request: tuple[Tag, bytes | None]) -> bytes:
-            nonlocal process
-            tag, content = request
-            if content is None:
-                return b""
-            if process is None:
-                process = start()
-            try:
-                return process.ask(content)
-            except (EOFError, OSError) as error:
-                raise ended(tag, process.close()) from error
-
-        return FunctionWorker(ask)
+    def make_worker() -> _ProcessWorker[Tag]:
+        # Output of the processes goes to stderr, away from the parent's own.
+        return _ProcessWorker(Subprocess(command, stdout=2, environ=environ), ended)
 
     pool = WorkerPool(make_worker, name="unisono-subprocess")
-    pool.resize(workers)
     try:
+        pool.resize(workers)
         for (tag, _), answer in pool.map_in_order(requests, ahead=ahead * workers):
             yield tag, answer
     finally:
-        with starting:
-            is_closed.set()
-        for process in processes:
-            process.kill()  # wakes the threads that wait for it
         pool.close()
-        for process in processes:
-            process.close()
+
+
+class _ProcessWorker(PoolWorker[tuple[Tag, bytes | None], bytes]):
+    """Sends the requests of a pool's thread to a process."""
+
+    def __init__(self, process: Subprocess, ended: Callable[[Tag, int], UnisonoError]) -> None:
+        self._process, self._ended = process, ended
+
+    def __call__(self, request: tuple[Tag, bytes | None], /) -> bytes:
+        tag, content = request
+        try:
+            return b"" if content is None else self._process.ask(content)
+        except (EOFError, OSError) as error:
+            raise self._ended(tag, self._process.close()) from error
+
+    def interrupt(self) -> None:
+        self._process.kill()  # wakes the thread that waits for it
+
+    def close(self) -> None:
+        self._process.close()
 
 
 class Subprocess:

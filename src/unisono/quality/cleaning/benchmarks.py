@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -19,15 +19,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.errors import DataError, Problem
 from unisono.quality.cleaning.normalization import normalized
 from unisono.quality.cleaning.personal_data import mask_personal_data
-from unisono.quality.documents import Document, Documents, find_documents, require_text
+from unisono.quality.documents import NAME_COLUMN, Document, Documents, find_documents, require_text
 from unisono.quality.duplicates.shingles import shingle_hashes, words_at
 from unisono.quality.options import CleanRecipe
 from unisono.quality.progress import SILENT, Advance, Progress
-from unisono.sanitize import listed
+from unisono.quality.refused import refused
+from unisono.sanitize import listed, quoted
 
 _BATCH: Final = 256  # items that are hashed at once
+_A_BENCHMARK: Final = "a benchmark of decontaminate.against"
+_COLUMNS: Final = "decontaminate.columns with the fields of text of the benchmarks"
 _LOG: Final = logging.getLogger("unisono")
 
 
@@ -81,7 +85,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None, progress: Progress 
         progress: Receives the bytes that are read, those of all columns.
 
     Raises:
-        DataError: A benchmark cannot be read.
+        DataError: A benchmark cannot be read, or a row of one has no text.
         ExtraError: The recipe repairs encodings, and the package for it is not installed.
     """
     options = recipe.decontaminate
@@ -91,7 +95,8 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None, progress: Progress 
     files: tuple[str, ...] = ()
     names = (options.columns or (column,)) if options.against else ()
     for number, name in enumerate(names):
-        found = find_documents([Path(path) for path in options.against], column=name)
+        # a document without a text is told as one of a benchmark, which nothing leaves out
+        found = find_documents([Path(path) for path in options.against], column=name, skips_unreadable=True)
         require_text(found)
         if number == 0:
             progress.begin("reading benchmarks", found.total_bytes * len(names), "bytes")
@@ -158,10 +163,34 @@ def quote_records(texts: Iterable[str], recipe: CleanRecipe, benchmarks: Benchma
 
 
 def _items(documents: Documents, advance: Advance, *, is_first: bool) -> Iterator[Document]:
-    """The items of one column; files that are one text each only with the first column."""
-    for document in documents.read(advance):
-        if is_first or documents.files[document.file].corpus_entry is None:
-            yield document
+    """The items of one column; files that are one text each only with the first column.
+
+    Raises:
+        DataError: An item has no text, or the field of the text is not there or not clear.
+    """
+    try:
+        for document in documents.read(advance):
+            is_row = documents.files[document.file].corpus_entry is None
+            if document.fault:
+                raise refused(
+                    f"{_A_BENCHMARK}: {document.fault}",
+                    "each row of a benchmark has a text in each of decontaminate.columns, and each file is text in UTF-8",
+                    _COLUMNS + ", or the benchmark without that row" if is_row else "the benchmark without that file",
+                )
+            if is_first or is_row:
+                yield document
+    except DataError as error:
+        raise DataError(*(_of_benchmark(problem, documents.column) for problem in error.problems)) from error
+
+
+def _of_benchmark(problem: Problem, column: str | None) -> Problem:
+    """A problem of a table in which the field of the text is not there, or not clear, with the setting that names it."""
+    if problem.nearest == NAME_COLUMN:
+        return replace(problem, nearest=_COLUMNS)
+    is_about_column = column is not None and problem.given.startswith(f"column {quoted(column)} ")
+    if not is_about_column:
+        return problem
+    return replace(problem, given=f"{_A_BENCHMARK}: {problem.given}", nearest=f"{_COLUMNS}; {problem.nearest}")
 
 
 def _batches(items: Iterator[Document]) -> Iterator[list[Document]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,7 @@ from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.field_values import read_values
 from unisono.quality.progress import SILENT, Progress
+from unisono.quality.row_keys import class_of
 from unisono.sanitize import quoted
 
 MAX_LABELS: Final = 10_000
@@ -45,22 +47,21 @@ class Labels:
         return {self.names[number]: count for number, count in counts.most_common()}
 
 
-def label_name(value: Any) -> str:
-    """A label as text: 1 and 1.0 are the same label."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
 def label_like(name: str, value: Any) -> Any:
     """The label ``name`` as a value of the type of ``value``, a label of the same file.
 
     Raises:
         DataError: It is no value of that type.
     """
-    if isinstance(value, bool):
-        return name == "True"
+    if isinstance(value, bytes):
+        return name.encode()
     try:
+        if isinstance(value, bool):
+            return {"0": False, "1": True}[name]
+        if isinstance(value, dict):  # bytes as JSONL has them
+            return {"base64": b64encode(name.encode()).decode()}
         return type(value)(name)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise DataError(
             given=f"the label {quoted(name)} for a row whose label is {value}, a number",
             rule="labels of one file are of one type",
@@ -89,10 +90,10 @@ def read_labels(
         progress: Receives the bytes that are read.
 
     Raises:
-        DataError: A file is text; a row has no label, or one that is no string, number or truth value, and unreadable documents
-            are an error; there are too few or too many different labels.
+        DataError: A file is text; a row has no label, or one that is neither text nor an integer, and unreadable documents are an
+            error; there are too few or too many different labels.
     """
-    of, names = read_values(documents, field, sketches, label_name, stage=stage, progress=progress)
+    of, names = read_values(documents, field, sketches, class_of, stage=stage, progress=progress)
     if len(of) and not least <= len(names) <= MAX_LABELS:
         raise DataError(
             given=f"field {quoted(field)} with {len(names):,} different values in {len(of):,} rows",

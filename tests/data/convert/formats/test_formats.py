@@ -63,7 +63,8 @@ def test_csv_takes_types_from_all_of_a_column(tmp_path: Path) -> None:
         ('a,b\n1,x"y"\n', "offset 4: line 2: field 2 has a quote or a line end where none can be"),
         ('a,b\n"x"y,1\n', "offset 4: line 2: field 1 has a quote"),
         ("a,b\n1,x\ry\n", "offset 4: line 2: field 2 has a quote or a line end"),
-        ("a,b\n1,2", "offset 4: line 2 has no line end"),
+        ("a,b\n1,2\n1", "offset 8: line 3 has 1 fields, and the header 2"),
+        ("a,b", "offset 0: line 1, the header, has no line end"),
         ("id;text\n1;x\n", "offset 0: a header line with the one name 'id;text'"),
         ("id\ttext\n", r"offset 0: a header line with the one name 'id\ttext'"),
     ],
@@ -73,6 +74,27 @@ def test_csv_that_is_none(tmp_path: Path, content: str, what: str) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path / "a.csv")
     assert str(caught.value).startswith(f"{tmp_path}/a.csv: {what}")
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ("a,b\n1,2\n3,4", [{"a": 1, "b": 2}, {"a": 3, "b": 4}]),
+        ('a,b\r\n1,"x\ny"', [{"a": 1, "b": "x\ny"}]),
+        ("a,b\n1,", [{"a": 1, "b": ""}]),
+    ],
+)
+def test_csv_without_a_line_end_behind_its_last_row(tmp_path: Path, content: str, rows: list[dict[str, Any]]) -> None:
+    (tmp_path / "a.csv").write_text(content, newline="")
+    assert rows_of(tmp_path / "a.csv") == rows
+
+
+@pytest.mark.parametrize("row", ['text "quoted" x', '5" disk'])
+def test_an_error_of_quotes_says_how_they_are_written(tmp_path: Path, row: str) -> None:
+    (tmp_path / "a.csv").write_text(f"a\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "a.csv")
+    assert 'try:  such a field as "say ""yes"" or no"' in str(caught.value)
 
 
 def test_csv_of_other_text_and_of_no_base64(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """``.csv`` after RFC 4180: UTF-8, commas, a header line, double quotes doubled inside quotes. Nothing is repaired.
+The last row may have no line end.
 
 A quoted cell is a string. A column of unquoted integers in int64 is int64, one of unquoted numbers, ``nan`` or ``inf`` is
 float64, any other is string; reading the whole file once determines this. A number has no leading zeros, and an integer among
@@ -30,6 +31,7 @@ from unisono.data.convert.formats.table import (
 )
 from unisono.data.mindrecord import FieldType
 from unisono.data.text_encoding import encoding_of
+from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_COLUMNS, MAX_NUMBER_CHARACTERS, MAX_RECORD_BYTES
@@ -210,17 +212,31 @@ def read_records(path: Path) -> Iterator[tuple[int, int, list[_Cell], bytes | by
             if size > MAX_RECORD_BYTES:
                 raise damaged_error(path, offset, f"line {number} has more than {MAX_RECORD_BYTES:,} bytes")
             if quotes % 2:
-                raise damaged_error(path, offset, f"line {number} has a quote that nothing closes")
-            if not record.endswith(b"\n"):
+                raise _quote_error(path, offset, f"line {number} has a quote that nothing closes")
+            if number == 1 and not record.endswith(b"\n"):  # the last row may have none
                 raise damaged_error(
-                    path, offset, f"line {number} has no line end, as in a truncated file: a line ends with \\n"
+                    path, offset, "line 1, the header, has no line end, as in a file that was cut: it ends with \\n"
                 )
             try:
                 yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r")), record
+            except _MisplacedSignError as error:
+                raise _quote_error(path, offset, f"line {number}: {error}") from error
             except ValueError as error:
                 other = not_utf8_error(path, f"offset {offset}: line {number}", offset, bytes(record))
                 raise other or damaged_error(path, offset, f"line {number}: {error}") from error
             offset, number = offset + size, number + lines
+
+
+class _MisplacedSignError(ValueError):
+    """A quote, or a line end, in a field that is not in quotes."""
+
+
+def _quote_error(path: Path, offset: int, what: str) -> DataError:
+    return unreadable_error(
+        f"{path}: offset {offset}: {what}",
+        "a field with quotes, commas or line ends stands in quotes, and each quote in it is doubled",
+        'such a field as "say ""yes"" or no"; a whole copy, if the file was cut',
+    )
 
 
 def _cells(record: str) -> list[_Cell]:
@@ -233,7 +249,7 @@ def _cells(record: str) -> list[_Cell]:
     while True:
         match = _CELL.match(record, at)
         if match is None:
-            raise ValueError(f"field {len(cells) + 1} has a quote or a line end where none can be")
+            raise _MisplacedSignError(f"field {len(cells) + 1} has a quote or a line end where none can be")
         if len(cells) == MAX_COLUMNS:
             raise _too_many_fields()
         inside, plain, end = match.groups()
