@@ -31,6 +31,7 @@ def test_what_fits_stays_as_it_is(desk: Desk) -> None:
     assert len(found["rungs"]) == 1
 
 
+@pytest.mark.full
 def test_the_first_rung_that_fits_gets_the_largest_micro_batch_that_does(desk: Desk) -> None:
     most = peaks(fit(desk))[0]
     found = fit(desk, f"--memory-gib={0.5 * most / GIB}", "--apply=fit.toml")
@@ -49,6 +50,7 @@ def test_the_first_rung_that_fits_gets_the_largest_micro_batch_that_does(desk: D
         assert json.loads(trained.out)["ranks"][0]["peak_bytes"] == last[size]
 
 
+@pytest.mark.full
 def test_ranks_share_states_and_layers_when_nothing_else_helps(desk: Desk) -> None:
     found = fit(desk, "--processes=4", "--memory-gib=0.0000001", code=1)
     assert not found["fits"]
@@ -71,6 +73,7 @@ def test_ranks_share_states_and_layers_when_nothing_else_helps(desk: Desk) -> No
     assert min(peaks(found)) < peaks(found)[0]
 
 
+@pytest.mark.full
 def test_a_rung_that_is_no_plan_is_passed_over_with_its_reason(desk: Desk) -> None:
     settings = ("model.num_heads=3", "model.num_kv_heads=3", "model.dim=48")
     found = fit(desk, "--processes=2", "--memory-gib=0.0000001", settings=settings, code=1)

@@ -30,7 +30,7 @@ TRACED = [
     Case(model="resnet", axes={"dp_replicate": 2}, settings={"micro_batch": 1}),
 ]
 # also in the short tier
-SHORT = {"gpt-dp_shard2", "gpt-pp2-schedule=interleaved"}
+SHORT = {"gpt-dp_shard2"}
 
 
 def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) -> Trainer:

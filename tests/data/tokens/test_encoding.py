@@ -87,8 +87,9 @@ def test_a_process_that_dies(tokenizer: Tokenizer) -> None:
     others = psutil.Process().children()
 
     def killing() -> Generator[tuple[str, str]]:
-        yield from DOCUMENTS
-        for process in set(psutil.Process().children()) - set(others):
+        while not (started := set(psutil.Process().children()) - set(others)):  # with its first request
+            yield from DOCUMENTS
+        for process in started:
             process.kill()
             while alive(process.pid):
                 time.sleep(0.01)

@@ -98,13 +98,14 @@ def test_cut_at_every_byte_of_the_end(make: Callable[[str], Path], name: str) ->
     for size in range(max(0, len(whole) - 200), len(whole)):
         path.write_bytes(whole[:size])
         found = outcome(path)
-        if found != expected:
+        # the last row of CSV may have no line end, so a part of its last value is a value too (docs/guide.md)
+        if found != expected and not (name == "a.csv" and b"," not in whole[size:]):
             refused += 1
             assert isinstance(found, str)
             assert found.startswith(str(path))
             assert name in ("train.bin", "a.parquet") or re.search(r"offset \d+", found), found
     # behind the two blocks that end it, an archive is filled up; an object may lack the end of its line
-    assert refused == {"a.tar": 0, "a.jsonl": 199}.get(name, min(200, len(whole)))
+    assert refused == {"a.tar": 0, "a.jsonl": 199, "a.csv": 195}.get(name, min(200, len(whole)))
 
 
 HEADERS = {"a.tar": 512, "a.tar.gz": 200, "a.tfrecord": 340, "images-idx3-ubyte": 16, "images-idx3-ubyte.gz": 400}
