@@ -40,6 +40,7 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "ep_exposed": (1, 0.05, 8),
     "dp_exposed": (0.3, 0.02, 3),
     "fsdp_exposed": (0.15, 0.01, 2),
+    "hop_s": (2e-6, 5e-7, 1.5e-5),
     "virtual_stages": (2, 1, 4),
     "growth": (0.02, 1e-4, 0.3),
 }

@@ -38,6 +38,7 @@ class Constants:
         ep_exposed: The same share for experts.
         dp_exposed: The same share for the reduction of gradients.
         fsdp_exposed: The same share for sharded parameters.
+        hop_s: Seconds from one rank of a ring to the next, without the bytes.
         virtual_stages: Of a pipeline whose runs do not say it.
         growth: Part by which a step slows down with each doubling of the devices beyond 8.
         efficiency: Share of the peak that large matrix products reach, by device and width.
@@ -59,6 +60,7 @@ class Constants:
     ep_exposed: float
     dp_exposed: float
     fsdp_exposed: float
+    hop_s: float
     virtual_stages: float
     growth: float
     efficiency: Mapping[str, float]
@@ -145,13 +147,14 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepTim
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _beyond(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
-    each["sharding"] = fitted.fsdp_exposed * work.fsdp_s + _beyond(device, work.fsdp_s)
+    sharding = work.fsdp_s + fitted.hop_s * work.fsdp_hops
+    each["sharding"] = fitted.fsdp_exposed * sharding + _beyond(device, sharding)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
     virtual = np.where(work.virtual_stages > 0, work.virtual_stages, fitted.virtual_stages)
     # Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
     parts["bubble"] = busy * (work.stages - 1) / work.num_micro_batches / virtual
-    parts["gradients"] = fitted.dp_exposed * work.gradient_s
+    parts["gradients"] = fitted.dp_exposed * (work.gradient_s + fitted.hop_s * work.gradient_hops)
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.growth * np.log2(np.maximum(1, work.num_devices / 8))
     return StepTime(**parts)

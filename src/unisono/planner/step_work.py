@@ -40,6 +40,8 @@ class StepWork:
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
         fsdp_s: Gathering and reducing sharded parameters.
+        fsdp_hops: Steps of the rings that do it, from one rank to the next.
+        gradient_hops: Those of the rings that reduce gradients.
         gradient_s: Reduction of gradients, once in a step.
         num_micro_batches: Micro-batches of a rank in a step.
         stages: Ranks of a pipeline.
@@ -65,6 +67,8 @@ class StepWork:
     ep_s: Numbers
     cp_s: Numbers
     fsdp_s: Numbers
+    fsdp_hops: Numbers
+    gradient_hops: Numbers
     gradient_s: Numbers
     num_micro_batches: Numbers
     stages: Numbers
@@ -159,6 +163,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         * (cp - 1)
         / np.where(tp * cp <= domain, link, network),
         fsdp_s=np.where(shard > 1, _FSDP_PASSES * _BYTES * held / between, 0),
+        # a ring for each block, and one for what lies outside of them
+        fsdp_hops=np.where(shard > 1, _FSDP_PASSES * (layers / pp + 1) * (shard - 1), 0),
+        gradient_hops=2 * (dp - 1),
         gradient_s=np.where(dp > 1, _GRADIENT_BYTES * held / between, 0),
         num_micro_batches=micro,
         stages=pp,
