@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from unisono.planner.layout import Layout, Numbers
-from unisono.planner.published_rows import RowError, read_layout
+from unisono.planner.layout import Layout, LayoutError, Numbers
+from unisono.planner.layout_columns import read_layout
 from unisono.planner.step_time import Constants, efficiencies, efficiency_key, step_time
 from unisono.planner.step_work import StepWork, count_work
 
@@ -33,16 +33,16 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "half_expert_tokens": (200, 10, 20000),
     "half_expert_width": (300, 10, 20000),
     "attention": (0.45, 0.15, 1),
-    "head": (0.8, 0.3, 1.2),
-    "traffic": (100, 5, 600),
-    "tp_exposed": (0.6, 0.05, 4),
+    "lm_head": (0.8, 0.3, 1.2),
+    "activation_passes": (100, 5, 600),
+    "tp_factor": (0.6, 0.05, 4),
     "tp_latency_s": (2e-5, 1e-7, 1e-3),
-    "ep_exposed": (1, 0.05, 8),
-    "dp_exposed": (0.3, 0.02, 3),
-    "fsdp_exposed": (0.15, 0.01, 2),
+    "ep_factor": (1, 0.05, 8),
+    "dp_factor": (0.3, 0.02, 3),
+    "fsdp_factor": (0.15, 0.01, 2),
     "hop_s": (2e-6, 5e-7, 1.5e-5),
-    "virtual_stages": (2, 1, 4),
-    "growth": (0.02, 1e-4, 0.3),
+    "stages_per_rank": (2, 1, 4),
+    "straggler_growth": (0.02, 1e-4, 0.3),
 }
 SMALL_SOURCE = 8
 FEW_ROWS = 3  # devices with fewer have no efficiency of their own
@@ -71,7 +71,7 @@ class PublishedRun:
     @property
     def utilization(self) -> float:
         """Model FLOPs over the peak."""
-        peak = self.layout.device.peak_flops(self.layout.arithmetic)
+        peak = self.layout.device.peak_flops(self.layout.precision)
         assert peak is not None  # read_layout
         return self.layout.model.flops_per_token(self.layout.seq_len) * self.tokens_per_s / peak
 
@@ -84,7 +84,7 @@ def read_runs() -> tuple[list[PublishedRun], list[str]]:
         for row in csv.DictReader(file):
             try:
                 layout = read_layout(row)
-            except RowError as error:
+            except LayoutError as error:
                 refused.append(str(error))
                 continue
             tokens = float(row["tokens_per_s_per_gpu"] or 0)

@@ -15,7 +15,9 @@ JOB = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", "tp=8", "pp=4", "micro_b
 def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
     text = desk.here("plan", "simulate", *JOB)
     assert text.code == 0, text.err
-    first, second, *parts = text.out.splitlines()
+    job, assumed, first, second, *parts = text.out.splitlines()
+    assert "device=h100 params=70552387584 precision=bf16 num_devices=64 dp=2 dp_shard=1 tp=8 pp=4" in job
+    assert assumed.startswith("stages per rank are not given")
     assert first.startswith("step ")
     assert "nine of ten such runs lie between" in first
     assert "of its peak" in second
@@ -23,6 +25,9 @@ def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
     found = json.loads(desk.here("plan", "simulate", "--json", *JOB).out)
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"])
     assert found["job"] == dict(setting.split("=") for setting in JOB)
+    assert (found["layout"]["seq_len"], found["layout"]["dp"]) == (8192, 2)
+    unknown = desk.here("plan", "simulate", "model=llama-3-8b", "gpu_type=l40s", "gpus=8")
+    assert "no published run was used for l40s/16-bit" in unknown.out
     slow = json.loads(desk.here("plan", "simulate", "--json", *JOB, "recompute=full").out)
     assert slow["step_s"] > found["step_s"]
 
@@ -39,7 +44,7 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
     assert first["mine"] == 'a, "b" é'
     assert float(first["pred_step_time_s"]) > 0
     assert first["error"] == ""
-    assert second["error"] == "model 'nobody-1b' has no preset, and the row lacks layers, hidden or heads"
+    assert second["error"].startswith("model 'nobody-1b': it is a preset, or layers, hidden and heads are given")
     assert third["pred_step_time_s"] == first["pred_step_time_s"]  # a short row: other columns are empty
     as_json = json.loads(desk.here("plan", "simulate", "--json", "--rows", str(file)).out)["rows"]
     assert as_json == [first, second, third]
@@ -52,7 +57,13 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
         ((*JOB, "--rows", "rows.csv"), "both a job and --rows"),
         (("model",), "model\n  rule: a job is described by COLUMN=VALUE"),
         (("layer=2",), "layer=2\n  rule: a job is described by COLUMN=VALUE"),
-        (("model=llama-3-8b", "gpu_type=abacus", "gpus=8"), "rule: device 'abacus' has no preset"),
+        (
+            ("model=llama-3-8b", "gpu_type=abacus", "gpus=8"),
+            "gpu_type 'abacus', a device without a preset\n  rule: it is one of",
+        ),
+        (("gpus=8", "gpus=16"), "gpus=8 and gpus=16\n  rule: a column has one value"),
+        (("--rows", "twice.csv"), "twice.csv: a column that is there twice"),
+        (("--rows", "empty.csv"), "empty.csv: no column model, gpu_type, gpus"),
         (("--rows", "rows.csv"), "rows.csv: no column gpu_type, gpus"),
         (("--rows", "bytes.csv"), "rows are read from a CSV file in UTF-8"),
         (("--rows", "quote.csv"), "rows are read from a CSV file in UTF-8"),
@@ -61,7 +72,18 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
 def test_what_cannot_be_simulated_is_said(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
     (desk.folder / "rows.csv").write_text("model\nllama-3-8b\n")
     (desk.folder / "bytes.csv").write_bytes(b"model,gpu_type,gpus\n\xff\xfe,H100,8\n")
+    (desk.folder / "twice.csv").write_text("model,gpu_type,gpus,tp,tp\nllama-3-8b,H100,8,1,2\n")
+    (desk.folder / "empty.csv").write_text("")
     (desk.folder / "quote.csv").write_text('model,gpu_type,gpus\n"a"b,H100,8\n')
     answer = desk.here("plan", "simulate", *arguments)
     assert answer.code == 2
     assert said in answer.err
+
+
+def test_a_row_with_more_cells_than_the_header_is_refused_alone(desk: Desk) -> None:
+    (desk.folder / "rows.csv").write_text("model,gpu_type,gpus,notes\nllama-3-8b,H100,8,a, VP=4\nllama-3-8b,H100,8,a\n")
+    answer = desk.here("plan", "simulate", "--rows", "rows.csv")
+    first, second = csv.DictReader(io.StringIO(answer.out))
+    assert first["error"] == "5 cells, where the header has 4"
+    assert first["pred_step_time_s"] == ""
+    assert float(second["pred_step_time_s"]) > 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.planner.devices import DEVICES, find_device
-from unisono.planner.layout import Layout
+from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.simulate import predict
@@ -21,14 +21,14 @@ from unisono.planner.step_work import count_work
 LLAMA, DEEPSEEK = PRESETS["llama-3-70b"], PRESETS["deepseek-v3"]
 # exposes everything, so that each part can be checked by hand
 PLAIN = Constants(
-    half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, head=1, traffic=0, tp_exposed=1,
-    tp_latency_s=0, ep_exposed=1, dp_exposed=1, fsdp_exposed=1, virtual_stages=1, growth=0, efficiency={},
-    other_efficiency=0.5,
+    half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, lm_head=1, activation_passes=0,
+    tp_factor=1, tp_latency_s=0, ep_factor=1, dp_factor=1, fsdp_factor=1, hop_s=0, stages_per_rank=1, straggler_growth=0,
+    efficiency={}, other_efficiency=0.5,
 )  # fmt: skip
 
 
 def layout(model: ModelShape = LLAMA, device: str = "h100", **changes: Any) -> Layout:
-    plan: dict[str, Any] = {"num_devices": 64, "global_batch": 128, "seq_len": 8192, "arithmetic": "bf16", **changes}
+    plan: dict[str, Any] = {"num_devices": 64, "global_batch": 512, "seq_len": 8192, "precision": "bf16", **changes}
     return Layout(model=model, device=DEVICES[device], **plan)
 
 
@@ -40,9 +40,9 @@ def seconds(*layouts: Layout, constants: Constants = PLAIN) -> Any:
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"pp": 8}, {"cp": 2}, {"tp": 2, "pp": 2, "ep": 4}], ids=str)
 def test_ranks_together_compute_the_models_flops(name: str, axes: dict[str, int]) -> None:
     model = PRESETS[name]
-    job = layout(model, **axes)
+    job = layout(model, **(axes if model.experts else {**axes, "ep": 1}))
     work = count_work([job])
-    flops = work.matmul_flops + work.expert_flops + work.attention_flops + work.head_flops
+    flops = work.matmul_flops + work.expert_flops + work.attention_flops + work.lm_head_flops
     whole = float(flops[0] * work.num_micro_batches[0]) * job.num_devices
     # published figures count attention over the whole square; causal attention computes half of it
     square = 6 * model.layers * model.score_dims * job.seq_len
@@ -53,14 +53,14 @@ def test_ranks_together_compute_the_models_flops(name: str, axes: dict[str, int]
 def test_full_recompute_is_one_more_forward_pass_of_the_blocks() -> None:
     kept, again = (count_work([layout(recompute=how)]) for how in ("none", "full"))
     assert again.matmul_flops[0] == pytest.approx(4 / 3 * kept.matmul_flops[0])
-    assert again.head_flops[0] == kept.head_flops[0]
+    assert again.lm_head_flops[0] == kept.lm_head_flops[0]
 
 
 def test_a_pipeline_waits_for_its_other_stages() -> None:
     """(p - 1) / (m v) of the time that a rank computes (arXiv 2104.04473, section 2.2.2)."""
-    jobs = [layout(pp=8, num_devices=8, global_batch=32, virtual_stages=v) for v in (1, 2)]
+    jobs = [layout(pp=8, num_devices=8, global_batch=32, stages_per_rank=v) for v in (1, 2)]
     found = seconds(*jobs)
-    busy = found.matmul + found.attention + found.head
+    busy = found.matmul + found.attention + found.lm_head
     np.testing.assert_allclose(found.bubble / busy, [7 / 32, 7 / 64])
 
 
@@ -97,6 +97,36 @@ def test_experts_see_the_tokens_of_all_ranks_that_share_them() -> None:
     assert shared == pytest.approx(32 * alone)
 
 
+def test_replicas_sum_gradients_that_are_sharded_or_shared_along_the_context() -> None:
+    whole, context, hybrid = count_work(
+        [layout(num_devices=8), layout(num_devices=8, cp=8), layout(num_devices=64, dp_shard=8)]
+    ).gradient_s
+    assert whole == context == pytest.approx(6 * LLAMA.params / 450e9)
+    assert hybrid == pytest.approx(6 * LLAMA.params / 8 / (8 * 50e9))  # all cards of a host of eight
+    gathered = count_work([layout(num_devices=64, dp_shard=8), layout(num_devices=64, dp_shard=64)]).fsdp_s
+    assert gathered[0] == pytest.approx(3 * 2 * LLAMA.params / 450e9)
+    assert gathered[1] == pytest.approx(3 * 2 * LLAMA.params / (8 * 50e9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tp": 3}, "tp 3, pp 1, cp 1 on 64 devices: axes divide the devices"),
+        ({"pp": 64, "stages_per_rank": 2, "model": LLAMA}, "pp 64 with 2 stages per rank: each stage has a layer"),
+        ({"ep": 2}, "ep 2: it divides the model's 0 experts"),
+        ({"ep": 128, "model": DEEPSEEK}, "ep 128: it divides the 64 ranks of a stage"),
+        ({"dp_shard": 3}, "3 ranks that share the parameters: they divide 64 data ranks"),
+        ({"precision": "fp8", "device": "a100-80"}, "precision fp8: a100-80 does not compute it"),
+        ({"global_batch": 32}, "a global batch of 32 sequences: each of 64 replicas has a micro-batch of 1"),
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        layout(**changes)
+    assert str(raised.value).startswith(said)
+
+
 def jobs() -> st.SearchStrategy[Layout]:
     """Layouts of any kind."""
     power = st.integers(0, 3).map(lambda exponent: 2**exponent)
@@ -104,19 +134,19 @@ def jobs() -> st.SearchStrategy[Layout]:
         lambda model, device, tp, pp, cp, dp, ep, micro, batches, recompute: Layout(
             model=PRESETS[model],
             device=DEVICES[device],
-            arithmetic="bf16",
+            precision="bf16",
             num_devices=tp * pp * cp * dp * ep,
             tp=tp,
             pp=pp,
             cp=cp,
-            ep=ep if PRESETS[model].experts else 1,
+            ep=ep if PRESETS[model].experts and PRESETS[model].experts % ep == 0 else 1,
             micro_batch=micro,
             global_batch=micro * batches * dp * ep,
             seq_len=4096,
             recompute=recompute,
         ),
         st.sampled_from(sorted(PRESETS)),
-        st.sampled_from(sorted(name for name in DEVICES if name not in ("v100", "b300"))),
+        st.sampled_from(sorted(name for name in DEVICES if name != "v100")),
         *([power] * 6),
         st.integers(1, 64),
         st.sampled_from(["none", "full"]),
@@ -158,7 +188,7 @@ def test_every_constant_counts() -> None:
     """No constant of the cost model may be without effect."""
     varied = [
         layout(tp=8, pp=4, cp=2, dp_shard=2, num_devices=512),
-        layout(DEEPSEEK, ep=32, num_devices=512, arithmetic="fp8"),
+        layout(DEEPSEEK, ep=32, num_devices=512, precision="fp8"),
         layout(PRESETS["gpt2-124m"], device="l40s"),
     ]
     now = fitted_constants()

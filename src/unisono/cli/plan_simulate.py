@@ -6,17 +6,23 @@ import csv
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from unisono.cli.common import common_options, print_result
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
+    from unisono.planner.layout import Layout
     from unisono.planner.simulate import Prediction
 
+_LAYOUT = (
+    *("precision", "num_devices", "dp", "dp_shard", "tp", "pp", "stages_per_rank", "cp", "ep"),
+    *("micro_batch", "global_batch", "seq_len", "recompute"),
+)
 _NEEDED = ("model", "gpu_type", "gpus")
 
 
@@ -37,72 +43,89 @@ def simulate(settings: tuple[str, ...], rows: str | None, as_json: bool) -> None
     (VP=2: virtual stages); layers, hidden, heads, kv_heads, ffn, vocab of a model without a preset.
     """
     if (rows is None) == (not settings):
-        raise ConfigError(
-            given="both a job and --rows" if rows else "no job",
-            rule="either the columns of one job are given, or --rows with a CSV file",
-            consequence="nothing was predicted",
-            nearest="unisono plan simulate model=llama-3-8b gpu_type=h100 gpus=8 fsdp=8",
+        raise _refused(
+            "both a job and --rows" if rows else "no job",
+            "either the columns of one job are given, or --rows with a CSV file",
+            "unisono plan simulate model=llama-3-8b gpu_type=h100 gpus=8 fsdp=8",
         )
     if rows is not None:
         _print_rows(Path(rows), as_json)
         return
-    from unisono.planner.published_rows import RowError, read_layout
+    from unisono.planner.layout import LayoutError
+    from unisono.planner.layout_columns import read_layout
     from unisono.planner.simulate import predict
 
-    given = dict(_column(setting) for setting in settings)
+    given = _columns(settings)
     try:
         layout = read_layout(given)
-    except RowError as error:
-        raise ConfigError(
-            given=" ".join(settings),
-            rule=str(error),
-            consequence="nothing was predicted",
-            nearest="unisono plan simulate --help lists the columns; a model without a preset needs its shape",
-        ) from error
+    except LayoutError as error:
+        raise _refused(error.given, error.rule, error.nearest) from error
     (prediction,) = predict([layout])
-    print_result(as_json, {"job": given, **asdict(prediction)}, _lines(prediction))
+    print_result(as_json, {"job": given, "layout": _resolved(layout), **asdict(prediction)}, _lines(layout, prediction))
 
 
-def _column(setting: str) -> tuple[str, str]:
-    name, equals, value = setting.partition("=")
-    from unisono.planner.published_rows import COLUMNS
+def _columns(settings: tuple[str, ...]) -> dict[str, str]:
+    from unisono.planner.layout_columns import COLUMNS
 
-    if not equals or name not in COLUMNS:
-        raise ConfigError(
-            given=setting,
-            rule=f"a job is described by COLUMN=VALUE, where COLUMN is one of {', '.join(COLUMNS)}",
-            consequence="nothing was predicted",
-            nearest="model=llama-3-8b",
-        )
-    return name, value
+    given: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or name not in COLUMNS:
+            rule = f"a job is described by COLUMN=VALUE, where COLUMN is one of {', '.join(COLUMNS)}"
+            raise _refused(setting, rule, nearest_name(name, COLUMNS))
+        if name in given:
+            raise _refused(f"{name}={given[name]} and {setting}", "a column has one value", setting)
+        given[name] = value
+    return given
+
+
+def _refused(given: str, rule: str, nearest: str) -> ConfigError:
+    return ConfigError(given=given, rule=rule, consequence="nothing was predicted", nearest=nearest)
 
 
 def _print_rows(path: Path, as_json: bool) -> None:
     from unisono.planner.simulate import PREDICTED, predict_rows
 
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restkey="", restval="", strict=True)
-            columns = list(reader.fieldnames or ())
-            found = [{name: row[name] for name in columns} for row in reader]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(
-            given=f"--rows {path}: {error}",
-            rule="rows are read from a CSV file in UTF-8 with a first line of column names",
-            consequence="nothing was predicted",
-            nearest="a file with the columns model,gpu_type,gpus and those of the plan",
-        ) from error
-    missing = [name for name in _NEEDED if name not in columns]
-    if missing:
-        raise ConfigError(
-            given=f"--rows {path}: no column {', '.join(missing)}",
-            rule=f"the columns {', '.join(_NEEDED)} say what runs where",
-            consequence="nothing was predicted",
-            nearest="add the columns; a row may leave others empty",
-        )
+    columns, found, faults = _read_rows(path)
     predicted = predict_rows(found)
+    for number, fault in faults.items():
+        predicted[number].update(dict.fromkeys(PREDICTED, "") | {"error": fault})
     header = [*columns, *(name for name in PREDICTED if name not in columns)]
     print_result(as_json, {"rows": predicted}, _csv_lines(header, predicted))
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]], dict[int, str]]:
+    """Columns and rows of a file, and what is wrong with rows of more cells than the header, by number."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            columns, *lines = [line for line in csv.reader(file, strict=True) if line] or [[]]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise _refused(
+            f"--rows {path}: {error}",
+            "rows are read from a CSV file in UTF-8 with a first line of column names",
+            "a file with the columns model,gpu_type,gpus and those of the plan",
+        ) from error
+    missing = [name for name in _NEEDED if name not in columns]
+    if missing or len(set(columns)) < len(columns):
+        what = f"no column {', '.join(missing)}" if missing else "a column that is there twice"
+        raise _refused(
+            f"--rows {path}: {what}",
+            f"the columns {', '.join(_NEEDED)} say what runs where, and each column is there once",
+            "a first line with these columns; a row may leave others empty",
+        )
+    rows = [dict(zip_longest(columns, line[: len(columns)], fillvalue="")) for line in lines]
+    faults = {
+        number: f"{len(line)} cells, where the header has {len(columns)}"
+        for number, line in enumerate(lines)
+        if len(line) > len(columns)
+    }
+    return columns, rows, faults
+
+
+def _resolved(layout: Layout) -> dict[str, Any]:
+    """The layout with what was assumed."""
+    values = {name: getattr(layout, name) for name in _LAYOUT}
+    return {"device": layout.device.name, "params": layout.model.params, **values}
 
 
 def _csv_lines(header: list[str], rows: list[dict[str, str]]) -> Iterator[str]:
@@ -113,9 +136,17 @@ def _csv_lines(header: list[str], rows: list[dict[str, str]]) -> Iterator[str]:
     yield text.getvalue().removesuffix("\n")
 
 
-def _lines(prediction: Prediction) -> Iterator[str]:
+def _lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
+    from unisono.planner.step_time import efficiency_key, fitted_constants
+
     step_s, factor = prediction.step_s, 1 + prediction.spread
+    facts = _resolved(layout).items()
+    yield " ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in facts)
+    if layout.pp > 1 and not layout.stages_per_rank:
+        yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"
     yield f"step {step_s:.4g} s; nine of ten such runs lie between {step_s / factor:.4g} and {step_s * factor:.4g} s"
+    if efficiency_key(layout) not in fitted_constants().efficiency:
+        yield f"no published run was used for {efficiency_key(layout)}; the interval is that of other devices"
     yield (
         f"{prediction.tokens_per_s:,.0f} tokens/s, {prediction.model_flops_per_s / 1e12:,.0f} TFLOP/s of each device, "
         f"{prediction.utilization:.1%} of its peak"

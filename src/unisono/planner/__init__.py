@@ -1,1 +1,1 @@
-"""What a plan will cost, and which plan fits. Traces the run's own code (``unisono.train.dry_run``)."""
+"""What a plan costs, and which plan fits: memory by tracing the run's own code (``unisono.train.dry_run``), time from shapes."""

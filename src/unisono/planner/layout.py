@@ -9,11 +9,25 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.planner.devices import Arithmetic, Device
+from unisono.planner.devices import Device, Precision
 from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "full"]
+
+
+class LayoutError(ValueError):
+    """A job that cannot be predicted.
+
+    Attributes:
+        given: What was given.
+        rule: The rule that it breaks.
+        nearest: The nearest thing that works.
+    """
+
+    def __init__(self, given: str, rule: str, nearest: str) -> None:
+        super().__init__(f"{given}: {rule}")
+        self.given, self.rule, self.nearest = given, rule, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +37,13 @@ class Layout:
     Attributes:
         model: Its shape.
         device: The accelerator.
-        arithmetic: Of the matrix products; the rest is computed in 16 bits.
+        precision: Of the matrix products; attention and the output matrix are computed in 16 bits.
         num_devices: Devices of the job.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
-        virtual_stages: Stages of each pipeline rank; 0 if unknown.
+        stages_per_rank: Stages of each pipeline rank (an interleaved schedule has several); 0 if unknown.
         cp: Ranks that share a sequence.
-        ep: Ranks that share the experts.
+        ep: Ranks that share the experts; of all ranks of a pipeline stage.
         dp_shard: Data ranks that share the parameters (ZeRO 3); 1 if each holds all of its stage.
         micro_batch: Sequences of one forward pass of a model replica.
         global_batch: Sequences of a step.
@@ -39,11 +53,11 @@ class Layout:
 
     model: ModelShape
     device: Device
-    arithmetic: Arithmetic
+    precision: Precision
     num_devices: int
     tp: int = 1
     pp: int = 1
-    virtual_stages: int = 0
+    stages_per_rank: int = 0
     cp: int = 1
     ep: int = 1
     dp_shard: int = 1
@@ -52,15 +66,47 @@ class Layout:
     seq_len: int = 1
     recompute: Recompute = "none"
 
+    def __post_init__(self) -> None:
+        """Raises LayoutError for one that no run could have."""
+        model, axes = self.model, f"tp {self.tp}, pp {self.pp}, cp {self.cp}"
+        if self.num_devices % (self.tp * self.pp * self.cp):
+            raise LayoutError(f"{axes} on {self.num_devices} devices", "axes divide the devices", "another number")
+        # the embedding and the output matrix may be stages of their own
+        if self.pp * max(1, self.stages_per_rank) > model.layers + 2:
+            stages = f"pp {self.pp} with {max(1, self.stages_per_rank)} stages per rank"
+            raise LayoutError(stages, f"each stage has a layer, and the model has {model.layers}", "fewer stages")
+        if model.experts % self.ep if model.experts else self.ep > 1:
+            raise LayoutError(
+                f"ep {self.ep}", f"it divides the model's {model.experts} experts", "a divisor of them, or 1"
+            )
+        if (self.num_devices // self.pp) % self.ep:
+            raise LayoutError(
+                f"ep {self.ep}", f"it divides the {self.num_devices // self.pp} ranks of a stage", "a divisor"
+            )
+        if (self.dp * self.cp) % self.dp_shard:
+            raise LayoutError(
+                f"{self.dp_shard} ranks that share the parameters",
+                f"they divide {self.dp * self.cp} data ranks",
+                "a divisor",
+            )
+        if self.precision not in self.device.tflops:
+            raise LayoutError(f"precision {self.precision}", f"{self.device.name} does not compute it", "bf16 or fp16")
+        if self.global_batch < self.dp * self.micro_batch:
+            raise LayoutError(
+                f"a global batch of {self.global_batch:g} sequences",
+                f"each of {self.dp} replicas has a micro-batch of {self.micro_batch:g}",
+                f"{self.dp * self.micro_batch:g}",
+            )
+
     @property
-    def dp(self) -> float:
+    def dp(self) -> int:
         """Model replicas. Ranks that share experts are data ranks for the rest of the model."""
-        return max(1.0, self.num_devices / (self.tp * self.pp * self.cp))
+        return self.num_devices // (self.tp * self.pp * self.cp)
 
     @property
     def num_micro_batches(self) -> float:
         """Forward passes of a replica in a step."""
-        return max(1.0, self.global_batch / (self.dp * self.micro_batch))
+        return self.global_batch / (self.dp * self.micro_batch)
 
 
 def columns(layouts: Sequence[Layout], *values: Callable[[Layout], float]) -> tuple[Numbers, ...]:

@@ -48,7 +48,7 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256, max_seq_len=8192),
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, 128256, head_dim=64, tied=True, max_seq_len=8192),
     "llama-3.2-3b": _llama(28, 3072, 24, 8, 8192, 128256, tied=True, max_seq_len=8192),
-    # arXiv 2507 and the configuration: one expert of 16 or 128, in each or in each second block, beside a shared one
+    # one expert of 16 or 128, in each or in each second block, beside a shared one
     "llama-4-scout": _llama(
         48, 5120, 40, 8, 8192, 202048, experts=16, experts_per_token=1, shared_ffn=8192, max_seq_len=8192
     ),
@@ -122,7 +122,7 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
 
 def find_preset(name: str) -> ModelShape | None:
     """The shape of a well-known model, however its name is written: ``LLAMA3_70B``, ``llama3.1-70b SFT``; None if unknown."""
-    wanted = _plain(name)
+    wanted = _plain(re.sub(r"^[\w.-]+/", "", name))  # without an organisation
     matching = [preset for preset in PRESETS if wanted.startswith(_plain(preset))]
     return PRESETS[max(matching, key=len)] if matching else None
 

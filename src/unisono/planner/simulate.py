@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from unisono.planner.layout import Layout
-from unisono.planner.published_rows import RowError, read_layout
-from unisono.planner.step_time import StepTime, efficiencies, fitted_constants, step_time
+from unisono.planner.layout import Layout, LayoutError
+from unisono.planner.layout_columns import read_layout
+from unisono.planner.step_time import StepParts, efficiencies, fitted_constants, step_time
 from unisono.planner.step_work import count_work
 
-# appended to rows; ``confidence`` is ``Prediction.spread``
+# appended to rows, under the names that tools for published runs use; ``confidence`` is ``Prediction.spread``
 PREDICTED = ("pred_step_time_s", "pred_tflops_per_gpu", "pred_tokens_per_s_per_gpu", "pred_mfu", "confidence", "error")
 
 
@@ -20,7 +20,7 @@ class Prediction:
 
     Attributes:
         step_s: Seconds of a step.
-        parts_s: What they consist of, by the names of ``StepTime``.
+        parts_s: What they consist of, by the names of ``StepParts``.
         tokens_per_s: Tokens of a device.
         model_flops_per_s: FLOP/s of a device, without what is recomputed, with attention over the whole square.
         utilization: These over the device's peak (MFU).
@@ -51,7 +51,7 @@ def predict(layouts: Sequence[Layout]) -> list[Prediction]:
         predictions.append(
             Prediction(
                 step_s=step_s,
-                parts_s={item.name: float(getattr(times, item.name)[i]) for item in fields(StepTime)},
+                parts_s={item.name: float(getattr(times, item.name)[i]) for item in fields(StepParts)},
                 tokens_per_s=tokens_per_s,
                 model_flops_per_s=flops,
                 utilization=flops / float(work.peak_flops[i]),
@@ -68,7 +68,7 @@ def predict_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     for number, row in enumerate(rows):
         try:
             layouts[number] = read_layout(row)
-        except RowError as error:
+        except LayoutError as error:
             errors[number] = str(error)
     predictions = dict(zip(layouts, predict(list(layouts.values())), strict=True))
     return [

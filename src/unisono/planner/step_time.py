@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from unisono.planner.layout import Layout, Numbers
-from unisono.planner.step_work import StepWork
+from unisono.planner.step_work import TP_PASSES, StepWork
 
 _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
 
@@ -30,17 +30,17 @@ class Constants:
         half_width: Width of the smaller side of a matrix on one rank, at which they do.
         half_expert_tokens: The same for the tokens of one expert.
         half_expert_width: The same for the hidden units of an expert.
-        attention: Share of the 16-bit peak that attention reaches, causal products counted.
-        head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
-        traffic: Passes over a layer's activations by operations that are bound by memory.
-        tp_exposed: Share of tensor-parallel communication that is waited for; above 1, links do not reach their data sheet.
+        attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
+        lm_head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
+        activation_passes: Passes over a layer's activations by operations that are bound by memory.
+        tp_factor: What tensor-parallel communication adds to a step, over its bytes at the bandwidth of the data sheet.
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
-        ep_exposed: The same share for experts.
-        dp_exposed: The same share for the reduction of gradients.
-        fsdp_exposed: The same share for sharded parameters.
+        ep_factor: The same for experts.
+        dp_factor: The same for the reduction of gradients.
+        fsdp_factor: The same for sharded parameters; where these take longer than the computation, the rest is added too.
         hop_s: Seconds from one rank of a ring to the next, without the bytes.
-        virtual_stages: Of a pipeline whose runs do not say it.
-        growth: Part by which a step slows down with each doubling of the devices beyond 8.
+        stages_per_rank: Of a pipeline whose runs do not say it.
+        straggler_growth: Part by which a step slows down with each doubling of the devices beyond 8.
         efficiency: Share of the peak that large matrix products reach, by device and width.
         other_efficiency: The same for a device that is not listed.
         spread: Of dense models, from sources that no constant was fitted to: nine of ten step times lay between the prediction
@@ -53,16 +53,16 @@ class Constants:
     half_expert_tokens: float
     half_expert_width: float
     attention: float
-    head: float
-    traffic: float
-    tp_exposed: float
+    lm_head: float
+    activation_passes: float
+    tp_factor: float
     tp_latency_s: float
-    ep_exposed: float
-    dp_exposed: float
-    fsdp_exposed: float
+    ep_factor: float
+    dp_factor: float
+    fsdp_factor: float
     hop_s: float
-    virtual_stages: float
-    growth: float
+    stages_per_rank: float
+    straggler_growth: float
     efficiency: Mapping[str, float]
     other_efficiency: float
     spread: float = 0.0
@@ -70,15 +70,15 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
+class StepParts:
     """Seconds of a step, one element for each layout. The parts add up to ``total``.
 
     Attributes:
         matmul: Matrix products of attention and dense layers.
         expert: Those of experts.
         attention: Scores and weighted values.
-        head: The output matrix.
-        memory: Operations that are bound by memory.
+        lm_head: The output matrix.
+        memory_bound: Operations that are bound by memory.
         tensor_parallel: Collectives between tensor-parallel ranks.
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
@@ -91,8 +91,8 @@ class StepTime:
     matmul: Numbers
     expert: Numbers
     attention: Numbers
-    head: Numbers
-    memory: Numbers
+    lm_head: Numbers
+    memory_bound: Numbers
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
@@ -117,7 +117,7 @@ def fitted_constants() -> Constants:
 
 def efficiency_key(layout: Layout) -> str:
     """The key of ``Constants.efficiency``."""
-    width = layout.arithmetic if layout.arithmetic in ("fp8", "fp4") else "16-bit"
+    width = layout.precision if layout.precision in ("fp8", "fp4") else "16-bit"
     return f"{layout.device.name}/{width}"
 
 
@@ -126,40 +126,41 @@ def efficiencies(layouts: Sequence[Layout], fitted: Constants) -> Numbers:
     return np.array([fitted.efficiency.get(efficiency_key(layout), fitted.other_efficiency) for layout in layouts])
 
 
-def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepTime:
+def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepParts:
     """Step times of the layouts that ``work`` was counted for; ``efficiency`` is that of each layout."""
     at_tokens = work.tokens / (work.tokens + fitted.half_tokens)
     at_width = work.matmul_width / (work.matmul_width + fitted.half_width)
     at_expert_tokens = work.expert_tokens / (work.expert_tokens + fitted.half_expert_tokens)
     at_expert_width = work.expert_width / (work.expert_width + fitted.half_expert_width)
-    products = work.peak_flops * efficiency
-    # narrow products reach less of their higher peak, so 16-bit ones on the same device reach more; no product has reached 0.85
-    products_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
+    matmul = work.peak_flops * efficiency
+    # products in fewer bits reach less of their peak than those in 16 bits on the same device
+    matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
     each = {  # of one micro-batch
-        "matmul": work.matmul_flops / (products * at_tokens * at_width),
-        "expert": work.expert_flops / (products * at_expert_tokens * at_expert_width),
-        "attention": work.attention_flops / (products_16 * fitted.attention),
-        "head": work.head_flops / (products_16 * fitted.head * at_tokens),
-        "memory": fitted.traffic * work.activation_bytes / work.memory_bytes_per_s,
-        "tensor_parallel": fitted.tp_exposed * work.tp_s + fitted.tp_latency_s * 8 * work.layers * (work.tp_s > 0),
-        "expert_parallel": fitted.ep_exposed * work.ep_s,
+        "matmul": work.matmul_flops / (matmul * at_tokens * at_width),
+        "expert": work.expert_flops / (matmul * at_expert_tokens * at_expert_width),
+        "attention": work.attention_flops / (matmul_16 * fitted.attention),
+        "lm_head": work.lm_head_flops / (matmul_16 * fitted.lm_head * at_tokens),
+        "memory_bound": fitted.activation_passes * work.activation_bytes / work.memory_bytes_per_s,
+        "tensor_parallel": fitted.tp_factor * work.tp_s
+        + fitted.tp_latency_s * TP_PASSES * work.layers * (work.tp_s > 0),
+        "expert_parallel": fitted.ep_factor * work.ep_s,
     }
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
-    each["context_parallel"] = _beyond(each["attention"], work.cp_s)
+    each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
     sharding = work.fsdp_s + fitted.hop_s * work.fsdp_hops
-    each["sharding"] = fitted.fsdp_exposed * sharding + _beyond(device, sharding)
+    each["sharding"] = fitted.fsdp_factor * sharding + _exposed(device, sharding)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
-    virtual = np.where(work.virtual_stages > 0, work.virtual_stages, fitted.virtual_stages)
+    per_rank = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
     # Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
-    parts["bubble"] = busy * (work.stages - 1) / work.num_micro_batches / virtual
-    parts["gradients"] = fitted.dp_exposed * (work.gradient_s + fitted.hop_s * work.gradient_hops)
+    parts["bubble"] = busy * (work.stages - 1) / work.num_micro_batches / per_rank
+    parts["gradients"] = fitted.dp_factor * (work.gradient_s + fitted.hop_s * work.gradient_hops)
     alone = np.sum(tuple(parts.values()), axis=0)
-    parts["stragglers"] = alone * fitted.growth * np.log2(np.maximum(1, work.num_devices / 8))
-    return StepTime(**parts)
+    parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))
+    return StepParts(**parts)
 
 
-def _beyond(busy: Numbers, other: Numbers) -> Numbers:
-    """What ``other`` adds to ``busy`` where both run at once: little, until it takes about the same time."""
+def _exposed(busy: Numbers, other: Numbers) -> Numbers:
+    """What ``other`` adds to ``busy`` where both run at once: little, until it takes about as long."""
     return (busy**_OVERLAP + other**_OVERLAP) ** (1 / _OVERLAP) - busy

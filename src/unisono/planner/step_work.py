@@ -13,7 +13,7 @@ from unisono.planner.layout import Layout, Numbers, columns
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks
-_TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
+TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
 _GRADIENT_BYTES: Final = 6  # for each parameter: reduced in 32 bits, gathered in 16
 _FSDP_PASSES: Final = 3  # gathered for forward and backward, reduced
 
@@ -29,26 +29,27 @@ class StepWork:
         tokens: Tokens of a micro-batch on a rank.
         layers: Blocks of a rank.
         matmul_flops: Products with matrices of attention and dense layers.
-        matmul_width: Width of the smaller side of such a matrix on a rank.
+        matmul_width: Width of the smaller side of such a matrix on a rank. A layer with experts has those of attention and shared
+            experts, which are taken to be no narrower than four experts.
         expert_flops: Products with matrices of experts.
         expert_tokens: Tokens of an expert.
-        expert_width: Hidden units of an expert on a rank.
+        expert_width: Hidden units of an expert.
         attention_flops: Scores and weighted values, of causal attention.
-        head_flops: Products with the output matrix, shared by all stages.
+        lm_head_flops: Products with the output matrix, shared by all stages.
         activation_bytes: Activations between the blocks.
         tp_s: Collectives of tensor parallelism.
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
         fsdp_s: Gathering and reducing sharded parameters.
         fsdp_hops: Steps of the rings that do it, from one rank to the next.
-        gradient_hops: Those of the rings that reduce gradients.
         gradient_s: Reduction of gradients, once in a step.
+        gradient_hops: Steps of the ring that does it.
         num_micro_batches: Micro-batches of a rank in a step.
         stages: Ranks of a pipeline.
-        virtual_stages: Stages of each; 0 if unknown.
+        stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
         num_devices: Devices of the job.
         tokens_per_step: Tokens of all ranks.
-        peak_flops: FLOP/s of the device in the arithmetic of matrix products.
+        peak_flops: FLOP/s of the device in the precision of matrix products.
         peak_flops_16: FLOP/s in 16 bits.
         memory_bytes_per_s: Bandwidth of the device's memory.
     """
@@ -61,7 +62,7 @@ class StepWork:
     expert_tokens: Numbers
     expert_width: Numbers
     attention_flops: Numbers
-    head_flops: Numbers
+    lm_head_flops: Numbers
     activation_bytes: Numbers
     tp_s: Numbers
     ep_s: Numbers
@@ -72,7 +73,7 @@ class StepWork:
     gradient_s: Numbers
     num_micro_batches: Numbers
     stages: Numbers
-    virtual_stages: Numbers
+    stages_per_rank: Numbers
     num_devices: Numbers
     tokens_per_step: Numbers
     peak_flops: Numbers
@@ -81,11 +82,7 @@ class StepWork:
 
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
-    """The work of each of ``layouts``.
-
-    Raises:
-        ValueError: A device does not compute in the layout's arithmetic.
-    """
+    """The work of each of ``layouts``."""
     layers, hidden, vocab, score_dims, kv_dims = columns(
         layouts,
         lambda it: it.model.layers,
@@ -120,27 +117,37 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.device.domain,
         lambda it: it.device.memory_bytes_per_s,
     )
-    micro, sequences, seq_len, devices, virtual, again = columns(
+    micro, sequences, seq_len, devices, per_rank, recomputes = columns(
         layouts,
         lambda it: it.num_micro_batches,
         lambda it: it.micro_batch,
         lambda it: it.seq_len,
         lambda it: it.num_devices,
-        lambda it: it.virtual_stages,
+        lambda it: it.stages_per_rank,
         lambda it: it.recompute == "full",
     )
-    peak, peak_16 = columns(layouts, lambda it: _peak(it), lambda it: it.device.peak_flops("bf16") or _peak(it))
+    peak, peak_16 = columns(
+        layouts,
+        lambda it: it.device.peak_flops(it.precision) or 0,
+        lambda it: it.device.peak_flops("bf16") or it.device.peak_flops("fp16") or 0,
+    )
     tokens = sequences * seq_len / cp
     part = tokens / (tp * pp)  # of the work of all blocks
-    recomputed = 1 + again / 3  # one more forward pass, which is a third of both passes
+    recomputed = 1 + recomputes / 3  # one more forward pass, which is a third of both passes
     block_bytes = _BYTES * hidden * tokens
     beyond = np.maximum(0, 1 - domain / (ep * tp))  # of the tokens that leave the domain of fast links
     routed = expert_layers / pp * active * block_bytes / tp
-    held = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (
+    params_per_rank = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (
         tp * pp * ep
     )
-    # ranks of a domain that have the same parameters each bring a part of the others' over their own network card
-    between = np.where(devices <= domain, link, np.minimum(link, network * np.maximum(1, domain / tp)))
+    gathers = shard > 1  # the parameters, with each micro-batch
+    replicas = np.where(gathers, dp * cp / shard, dp * cp)  # that sum their gradients once in a step
+    summed = params_per_rank / np.where(gathers, shard, 1)
+
+    def bandwidth(ranks: Numbers) -> Numbers:
+        """Of a group of ranks; those in one domain each bring a part of the others' bytes over their own network card."""
+        return np.where(ranks * tp <= domain, link, np.minimum(link, network * np.maximum(1, domain / tp)))
+
     return StepWork(
         tokens=tokens,
         layers=layers / pp,
@@ -150,9 +157,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         expert_tokens=np.maximum(1, tokens * active * ep / experts),
         expert_width=units,
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
-        head_flops=6 * vocab * hidden * part,
+        lm_head_flops=6 * vocab * hidden * part,
         activation_bytes=layers / pp * block_bytes / tp * recomputed,
-        tp_s=_TP_PASSES * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
+        tp_s=TP_PASSES * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
         ep_s=_EP_PASSES * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
         cp_s=_CP_PASSES
         * layers
@@ -162,24 +169,17 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         * tokens
         * (cp - 1)
         / np.where(tp * cp <= domain, link, network),
-        fsdp_s=np.where(shard > 1, _FSDP_PASSES * _BYTES * held / between, 0),
+        fsdp_s=np.where(gathers, _FSDP_PASSES * _BYTES * params_per_rank / bandwidth(shard), 0),
         # a ring for each block, and one for what lies outside of them
-        fsdp_hops=np.where(shard > 1, _FSDP_PASSES * (layers / pp + 1) * (shard - 1), 0),
-        gradient_hops=2 * (dp - 1),
-        gradient_s=np.where(dp > 1, _GRADIENT_BYTES * held / between, 0),
+        fsdp_hops=np.where(gathers, _FSDP_PASSES * (layers / pp + 1) * (shard - 1), 0),
+        gradient_s=np.where(replicas > 1, _GRADIENT_BYTES * summed / bandwidth(dp * cp), 0),
+        gradient_hops=2 * (replicas - 1),
         num_micro_batches=micro,
         stages=pp,
-        virtual_stages=virtual,
+        stages_per_rank=per_rank,
         num_devices=devices,
         tokens_per_step=dp * micro * sequences * seq_len,
         peak_flops=peak,
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
     )
-
-
-def _peak(layout: Layout) -> float:
-    peak = layout.device.peak_flops(layout.arithmetic)
-    if peak is None:
-        raise ValueError(f"{layout.device.name} has no {layout.arithmetic}")
-    return peak

@@ -1,0 +1,160 @@
+"""Jobs written as columns of text, such as the rows of published runs, read as layouts. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from unisono.errors import nearest_name
+from unisono.planner.devices import DEVICES, Device, Precision, find_device
+from unisono.planner.layout import Layout, LayoutError, Recompute
+from unisono.planner.model_presets import PRESETS, find_preset
+from unisono.planner.model_shape import ModelShape
+
+_SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+COLUMNS: Final = (
+    *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
+    *("tp", "pp", "cp", "ep", "fsdp", "micro_batch", "global_batch", "precision", "recompute", "notes"),
+)
+DEFAULT_TOKENS: Final = 8192  # of a micro-batch
+DEFAULT_SEQ_LEN: Final = 2048
+_PRECISIONS: Final[tuple[Precision, ...]] = ("fp4", "fp8", "fp16", "bf16")  # the first that is in the text
+_FULL: Final = ("full", "remat:full", "yes")
+_KEPT: Final = re.compile(r"(none|selective.*|remat:.*|)")
+
+
+def read_layout(row: Mapping[str, str]) -> Layout:
+    """The layout of a job, by the columns of ``COLUMNS``; other columns are not read.
+
+    Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
+    tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Stages per rank are read
+    from ``VP=`` in the notes. Selective recompute counts as none.
+
+    Raises:
+        LayoutError: Something needed is missing or not known, or no run could have this layout.
+    """
+    model = _model(row)
+    name = row.get("gpu_type", "")
+    device = find_device(name)
+    if device is None:
+        known = ", ".join(sorted(DEVICES))
+        raise LayoutError(
+            f"gpu_type {name!r}, a device without a preset", f"it is one of {known}", _near(name, DEVICES)
+        )
+    num_devices = _count(row, "gpus")
+    if not num_devices:
+        raise LayoutError("gpus is empty", "it is the number of devices", "gpus=8")
+    seq_len = _count(row, "seq_len") or model.max_seq_len or DEFAULT_SEQ_LEN
+    tp, pp, cp, ep, fsdp = (_count(row, axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
+    replicas = max(1, num_devices // (tp * pp * cp))
+    global_batch = _number(row, "global_batch")
+    micro_batch = _number(row, "micro_batch") or _default_micro_batch(seq_len, global_batch / replicas)
+    stages = re.search(r"\b(?:VPP?|virtual stages)\W{0,3}(\d+)", row.get("notes", ""), re.IGNORECASE)
+    return Layout(
+        model=model,
+        device=device,
+        precision=_precision(row.get("precision", ""), device),
+        num_devices=num_devices,
+        tp=tp,
+        pp=pp,
+        stages_per_rank=int(stages[1]) if stages and pp > 1 else 0,
+        cp=cp,
+        ep=ep,
+        dp_shard=fsdp,
+        micro_batch=micro_batch,
+        global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
+        seq_len=seq_len,
+        recompute=_recompute(row.get("recompute", "")),
+    )
+
+
+def _default_micro_batch(seq_len: int, share: float) -> float:
+    """Sequences with some ``DEFAULT_TOKENS`` tokens, at most a replica's share of a step; 0 is an unknown share."""
+    wanted = max(1, DEFAULT_TOKENS // seq_len)
+    return min(wanted, max(1, math.floor(share))) if share else wanted
+
+
+def _model(row: Mapping[str, str]) -> ModelShape:
+    name = row.get("model", "")
+    if "lora" in name.lower() or "nf4" in row.get("precision", ""):
+        raise LayoutError(
+            f"model {name!r}, of which only adapters are trained", "all parameters are trained", "the model alone"
+        )
+    preset = find_preset(name)
+    given = {column: value for column in _SHAPE if (value := _count(row, column))}
+    if preset is None:
+        return _own_model(name, given, has_experts=_count(row, "ep") > 1 or "moe" in name.lower())
+    shape = replace(preset, **given)
+    if "hidden" in given or "heads" in given:
+        shape = replace(shape, head_dim=_head_dim(shape.hidden, shape.heads))
+    return shape
+
+
+def _own_model(name: str, given: Mapping[str, int], *, has_experts: bool) -> ModelShape:
+    missing = [column for column in ("layers", "hidden", "heads") if column not in given]
+    if missing:
+        rule = f"it is a preset, or layers, hidden and heads are given; {', '.join(missing)} are not"
+        raise LayoutError(f"model {name!r}", rule, _near(name, PRESETS))
+    if has_experts:
+        raise LayoutError(f"model {name!r} with experts", "a model with experts is a preset", _near(name, PRESETS))
+    hidden, heads = given["hidden"], given["heads"]
+    ffn = given.get("ffn", 4 * hidden)
+    return ModelShape(
+        layers=given["layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=given.get("kv_heads", heads),
+        head_dim=_head_dim(hidden, heads),
+        ffn=ffn,
+        gated=ffn != 4 * hidden,
+        vocab=given.get("vocab", 51200),
+        tied=ffn == 4 * hidden,
+    )
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise LayoutError(f"heads {heads} for hidden {hidden}", "heads divide hidden", "a divisor")
+    return hidden // heads
+
+
+def _precision(text: str, device: Device) -> Precision:
+    if not text:
+        return "bf16" if "bf16" in device.tflops else "fp16"
+    for precision in _PRECISIONS:
+        if precision in text.lower():
+            return precision
+    raise LayoutError(f"precision {text!r}", f"it has one of {', '.join(_PRECISIONS)} in it", "bf16")
+
+
+def _recompute(text: str) -> Recompute:
+    if text.lower() in _FULL:
+        return "full"
+    if _KEPT.fullmatch(text.lower()):
+        return "none"
+    raise LayoutError(f"recompute {text!r}", "it is full, selective or none", "full")
+
+
+def _near(name: str, known: Mapping[str, object]) -> str:
+    return nearest_name(name.lower(), known)
+
+
+def _number(row: Mapping[str, str], column: str) -> float:
+    text = row.get(column) or ""
+    try:
+        value = float(text or 0)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0) or (text and value == 0):
+        raise LayoutError(f"{column} {text!r}", "it is a number above 0, or empty", f"{column}=1")
+    return value
+
+
+def _count(row: Mapping[str, str], column: str) -> int:
+    value = _number(row, column)
+    if not (value.is_integer() and value < 2**53):
+        raise LayoutError(f"{column} {row[column]!r}", "it is a whole number above 0, or empty", f"{column}=1")
+    return int(value)
