@@ -289,7 +289,7 @@ def test_clean_against_benchmarks(desk: Desk, caplog: pytest.LogCaptureFixture) 
     assert "3 of bench.jsonl" in caplog.text
 
 
-def test_benchmarks_are_relative_to_the_file_that_names_them(desk: Desk) -> None:
+def test_benchmarks_are_relative_to_the_file_that_names_them(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     write(desk.folder, "a.jsonl", f"some more {TEXT}", "another text")
     write(desk.folder, "bench.jsonl", "a benchmark in the current folder")
     write(desk.folder, "sub/bench.jsonl", TEXT)
@@ -308,6 +308,10 @@ def test_benchmarks_are_relative_to_the_file_that_names_them(desk: Desk) -> None
         assert done.code == 0, done.err
         assert done.json["dropped"] == {"decontaminate": 1}
     assert len({done.json["recipe_hash"] for done in found}) == 1
+    monkeypatch.setenv("HOME", str(desk.folder / "sub"))
+    (desk.folder / "home.toml").write_text("filter.enabled = false\ndecontaminate.against = ['~/bench.jsonl']\n")
+    at_home = desk.here("data", "clean", "a.jsonl", "--recipe", "home.toml", "--out", "5", "--json")
+    assert at_home.json["dropped"] == {"decontaminate": 1}
     given = ("--recipe", "sub/base.toml", "--set", 'decontaminate.against=["bench.jsonl"]')
     assert desk.here("data", "clean", "a.jsonl", *given, "--out", "4", "--json").json["dropped"] == {}
 

@@ -89,8 +89,11 @@ def test_a_training_on_a_full_disk_is_made_again(desk: Desk, tmp_path: Path, mon
     monkeypatch.setattr(child, "train_child", train)
     first = desk.here(*command)
     assert first.code == 2
-    assert f"{out}/.trainings, which a training could not write, with" in first.err
-    assert "free there: OSError: [Errno 28] No space left on device\n" in first.err
+    assert (
+        f"{out}/.trainings, which a training could not write: OSError: [Errno 28] No space left on device; "
+        in first.err
+    )
+    assert " are free there\n" in first.err
     assert json.loads((out / "report.json").read_text())["comparisons"] == []
     monkeypatch.setattr(child, "train_child", made)
     done = desk.here(*command, "--json")

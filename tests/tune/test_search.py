@@ -114,7 +114,7 @@ def test_a_trial_on_a_full_disk_is_tried_again(tmp_path: Path, monkeypatch: pyte
     (problem,) = caught.value.problems
     line = next(line for line in said.removeprefix("unisono: ").splitlines() if line not in ("Traceback",))
     assert re.fullmatch(
-        rf"{re.escape(str(folder))}/trials, which a training could not write, with [\d.,]+ \w+ free there: {re.escape(line)}",
+        rf"{re.escape(str(folder))}/trials, which a training could not write: {re.escape(line)}; [\d.,]+ \w+ are free there",
         problem.given,
     )
     assert problem.consequence == (
@@ -150,9 +150,17 @@ def test_a_trial_without_room_for_a_word(
     if reason is None:
         assert searched(study) == ["failed", "failed"]
     else:
-        with pytest.raises(ConfigError, match=f"free there: {reason}"):
+        with pytest.raises(ConfigError, match=f"could not write: {reason}; "):
             searched(study)
         assert [record.outcome for record in study.records()] == ["running"]
+
+
+def test_a_full_disk_elsewhere_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as /dev/shm, which the settings of a trial may fill."""
+    full = tmp_path / "full"
+    small_trainings.install(monkeypatch, full=full)
+    full.write_text("OSError: [Errno 28] No space left on device: '/elsewhere/cache'")
+    assert searched(opened(tmp_path / "search")) == ["failed", "failed"]
 
 
 def test_a_trial_that_fails_with_room_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

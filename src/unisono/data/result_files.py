@@ -109,5 +109,5 @@ def _refused(given: str, folder: Path) -> DataError:
         given=given,
         rule="results are read as a whole: their report counts all of their documents",
         consequence="nothing was written",
-        nearest=f"the command that wrote {folder} again, into another folder; or what is left, copied out of {folder}",
+        nearest=f"run the command that wrote {folder} again, into another folder; or copy the remaining files to another folder",
     )

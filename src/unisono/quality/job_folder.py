@@ -126,7 +126,7 @@ def open_job(
     with explained_write_errors(
         path,
         consequence="the job is not finished",
-        other_name="another name of the file or folder of the inputs that is named so; then run the same command again",
+        other_name="rename the file or folder of the inputs with that name, then run the same command again",
     ):
         make_folder(path)
         lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")

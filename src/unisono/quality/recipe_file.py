@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,5 +35,5 @@ def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     if origin in ("default", SET):
         return recipe
     folder = Path(_LINE.sub("", origin)).parent
-    against = tuple(str(folder / path) for path in recipe.decontaminate.against)
+    against = tuple(str(folder / os.path.expanduser(path)) for path in recipe.decontaminate.against)
     return replace(recipe, decontaminate=replace(recipe.decontaminate, against=against))

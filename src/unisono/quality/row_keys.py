@@ -26,7 +26,9 @@ from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 from unisono.tasks.targets import class_names, is_absent
 
-Key = Callable[[Any], Hashable | None]  # of a value; None of one that is absent. Raises DataError for what is none
+Key = Callable[
+    [Any], Hashable | None
+]  # the class or group of a field's value; None if absent; DataError for other types
 _ABSENT: Final = "a class or a group is a string or a number, and not empty"
 _CACHED: Final = 100_000  # values
 
@@ -77,7 +79,7 @@ def group_of(value: Any) -> Hashable | None:
 
 
 def image_class(file: str | Path, within: str) -> str:
-    """The class of an image: its folder. The same for the same one, whichever of several folders with such folders it lies in.
+    """The class of an image: the name of its folder, relative to the folder that was given.
 
     Args:
         file: The image.
@@ -138,7 +140,7 @@ def json_lines(path: Path, meter: FileMeter) -> Iterator[tuple[int, int, bytes]]
 
 
 def ends_reading(number: int, line: bytes) -> bool:
-    """Whether no line behind a line that cannot be read can be read: its rest would count as others, or none is UTF-8."""
+    """Whether reading stops at this line, which is no JSON: it is too long, or the file is UTF-16 or UTF-32."""
     return len(line) > MAX_RECORD_BYTES or (number == 1 and bool(encoding_of(line)))
 
 
