@@ -379,5 +379,5 @@ def test_a_name_that_cannot_be_written_is_another_problem_than_room(tmp_path: Pa
             (job.new / "a").write_text("a file where a folder is wanted")
             make_folder(job.new / name)
 
-    with pytest.raises(ConfigError, match="try:  another name of the file or folder"):
+    with pytest.raises(ConfigError, match="try:  rename the file or folder of the inputs with that name"):
         write(tmp_path / "out")
