@@ -22,6 +22,7 @@ from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
 from unisono.train.trainer import Trainer
 
 EXECUTED_STEPS = 8
+EXECUTIONS = 4  # where the lowest peak is still above the trace: on a busy host a step without a late thread is rare
 # larger plans take long to execute, and add no axis
 TRACED = [
     *(case for case in CASES if case.ranks <= 4),
@@ -91,11 +92,17 @@ def route_equally(model: nn.Module) -> None:
 )
 def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Case) -> None:
     settings = {**matrix.settings_of(case), "steps": EXECUTED_STEPS}
-    real = pool.run(executed, case.model, settings, ranks=case.ranks, timeout_s=240)
     run = trainer_of(str(tmp_path), World(JobSpec(world_size=case.ranks)), case.model, settings)
     traced = run.dry_run(case.ranks)
     last = run.dry_run(case.ranks, [case.ranks - 1])
-    for rank in [*traced, *last]:
+    ranks = [*traced, *last]
+    real: list[dict[str, int]] = []
+    for _ in range(EXECUTIONS):
+        more = pool.run(executed, case.model, settings, ranks=case.ranks, timeout_s=240)
+        real = [min(each, key=without_buffers) for each in zip(real or more, more, strict=True)]
+        if not any(without_buffers(real[rank.rank]) > 1.005 * without_buffers(rank.peak.by_kind) for rank in ranks):
+            break
+    for rank in ranks:
         by_kind = real[rank.rank]
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
