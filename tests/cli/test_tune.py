@@ -655,7 +655,7 @@ class Model(torch.nn.Linear):
 def test_the_metrics_that_the_page_names_are_those_of_runs(desk: Desk, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/tuning.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| `--metric "))
-    of_corpus, of_shards = re.split("of token shards", row)
+    of_corpus, of_shards = row.split("with token shards")
     assert desk.train(tmp_path / "corpus").code == 0
     assert desk.here("data", "pack", "corpus", "metrics.bin").code == 0
     settings = [each for each in desk.settings if not each.startswith("--set=data.corpus")]
@@ -663,6 +663,7 @@ def test_the_metrics_that_the_page_names_are_those_of_runs(desk: Desk, tmp_path:
     assert desk.here(*run, *settings).code == 0
     named = ["eval/accuracy", "eval/bits_per_byte", "eval/loss", "eval/perplexity"]
     assert sorted(set(re.findall(r"eval/\w+", row))) == named
+    assert set(re.findall(r"eval/\w+", of_shards)) == {"eval/loss", "eval/perplexity"}
     for folder, words in (("corpus", of_corpus), ("shards", of_shards)):
         evaluations = [event for event in events_of(tmp_path / folder) if event["kind"] == "eval"]
         assert set(re.findall(r"eval/\w+", words)) <= set(evaluations[-1])
