@@ -8,6 +8,7 @@ Each is a script that prints JSON. ``--quick`` takes a tenth of the repeats to s
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import platform
@@ -80,6 +81,8 @@ def run_one(benchmark: Benchmark, *, quick: bool, more: tuple[str, ...]) -> Run:
     arguments = [*benchmark.arguments, *(benchmark.quick if quick else ()), *more]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     sources, revision = digests(files_of(benchmark.module)), commit()
+    # as pip does when it installs one of the others: otherwise each start of a command would compile its sources again
+    compileall.compile_dir(ROOT / "src", quiet=1)
     before, begin = os.getloadavg()[0], datetime.now(UTC)
     command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *arguments]
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)

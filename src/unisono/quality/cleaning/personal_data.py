@@ -10,6 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Final
 
 _Span = tuple[int, int]  # where a piece of a text begins and ends
@@ -95,7 +96,7 @@ def mask_personal_data(text: str, kinds: tuple[str, ...]) -> tuple[str, Mapping[
     """
     counts: Counter[str] = Counter()
     for kind in kinds:
-        pattern, find_in = _PATTERNS[kind]
+        pattern, (_, find_in) = _compiled(kind), _PATTERNS[kind]
         pieces: list[str] = []
         at = 0
         for begin, end in _joined(span for match in pattern.finditer(text) for span in find_in(match)):
@@ -191,9 +192,9 @@ def _ibans(match: re.Match[str]) -> Iterator[_Span]:
         yield begin, end
 
 
-_PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], _Finder]]] = {
+_PATTERNS: Final[Mapping[str, tuple[str, _Finder]]] = {
     "secret": (
-        re.compile(
+        (
             # a key in PEM or PGP, also with line ends as "\\n", and in strings of several lines. No body reaches beyond a hyphen
             r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
             r"(?:(?:\\[nrt]|[\s\"'+]){0,8}[A-Za-z-]{1,20}:[^\n\\]{0,80}(?:\n|\\[nr])){0,3}"  # headers
@@ -217,24 +218,30 @@ _PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], _Finder]]] = {
         _whole,
     ),
     "email": (
-        re.compile(
+        (
             rf"(?<![{_SPACED}_.+%-])[{_SPACED}][{_SPACED}_.+%-]{{0,63}}{_DOMAIN}"
             rf"|(?<![{_UNSPACED}_.+%-])[{_UNSPACED}][{_UNSPACED}0-9_.+%-]{{0,63}}{_DOMAIN}"
         ),
         _whole,
     ),
     # another number may begin within what looks like one, so only its first character is consumed
-    "iban": (re.compile(r"[A-Z](?<!\w[A-Z])(?=([A-Z][0-9]{2}(?:[ -]?[0-9A-Z]){11,30}))"), _ibans),
-    "card": (re.compile(r"[0-9](?<!\d\d)(?<!\d\.\d)(?=((?:[ -]?[0-9]){11,18}))"), _card_numbers),
+    "iban": (r"[A-Z](?<!\w[A-Z])(?=([A-Z][0-9]{2}(?:[ -]?[0-9A-Z]){11,30}))", _ibans),
+    "card": (r"[0-9](?<!\d\d)(?<!\d\.\d)(?=((?:[ -]?[0-9]){11,18}))", _card_numbers),
     "phone": (
-        re.compile(
+        (
             r"(?<![\w.+-])\+[1-9][0-9]{0,2}[ .-]?(?:\([0-9]{1,4}\)[ .-]?)?[0-9]{1,4}(?:[ .-]?[0-9]{2,4}){1,4}(?![\w-])"
             r"|(?<![\w.+-])(?:\([0-9]{3}\) ?|[0-9]{3}[-.])[0-9]{3}[-.][0-9]{4}(?![\w-])"
         ),
         _whole,
     ),
     "ip": (
-        re.compile(r"(?<![\w.:])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?!\w)|[0-9A-Fa-f:]{7,39}(?![\w:]))(?!\.[0-9])"),
+        r"(?<![\w.:])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?!\w)|[0-9A-Fa-f:]{7,39}(?![\w:]))(?!\.[0-9])",
         _ip_address,
     ),
 }
+
+
+@cache
+def _compiled(kind: str) -> re.Pattern[str]:
+    """Compiled when it is first used: together they take longer than the rest of the import."""
+    return re.compile(_PATTERNS[kind][0])
