@@ -14,6 +14,7 @@ from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.data.sources import open_source
 from unisono.errors import DataError
+from unisono.quality.class_labels import find_labelled
 from unisono.quality.clean import clean
 from unisono.quality.input_files import list_files
 from unisono.quality.options import DuplicateOptions, only_dedup
@@ -125,6 +126,8 @@ def test_a_path_and_a_link_to_it_are_the_same_files(tmp_path: Path) -> None:
     for other in ("link", "b.jsonl", "link/a.jsonl"):
         with pytest.raises(DataError, match=r"files that are given twice: .*'real/a\.jsonl'"):
             list_files([tmp_path / "real", tmp_path / other])
+        with pytest.raises(DataError, match=r"files that are given twice: .*real/a\.jsonl'"):
+            find_labelled([tmp_path / "real", tmp_path / other])
     assert named(tmp_path / "link") == ["a.jsonl"]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from unisono.sanitize import listed
+
 _OF_TOOLS: Final = frozenset({".DS_Store", ".directory", ".git", ".gitattributes", ".gitignore", ".ipynb_checkpoints"})
-_SHOWN: Final = 3
+_SHOWN_CHARS: Final = 100
 
 
 def is_hidden(name: str) -> bool:
@@ -21,10 +23,4 @@ def may_be_data(name: str) -> bool:
 
 def hidden_notice(paths: Sequence[str]) -> str:
     """How many hidden files and folders were left out, and some of them."""
-    return f"{len(paths)} hidden file(s) or folder(s), which are left out: {some_of(paths)}"
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name.encode(errors="replace").decode() for name in names[:_SHOWN]) + more
+    return f"{len(paths)} hidden file(s) or folder(s), which are left out: {listed(paths, _SHOWN_CHARS)}"

@@ -21,7 +21,7 @@ from unisono.dist.rank_dump import has_collectives, write_dump
 from unisono.errors import CorruptionError, UnisonoError
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
-from unisono.storage.files import PRIVATE_MODE, write_atomically
+from unisono.storage.files import NO_ROOM, PRIVATE_MODE, write_atomically
 from unisono.storage.ownership import read_own_json
 
 
@@ -133,7 +133,7 @@ def error_cause(error: BaseException) -> str:
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     for each in chain:
         text = str(each)
-        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(each, OSError) and each.errno in NO_ROOM:
             return "disk_full"
         if isinstance(each, OSError) and each.errno == errno.ENOMEM:
             return "out_of_memory"

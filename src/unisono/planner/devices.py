@@ -25,7 +25,7 @@ class Device:
     Attributes:
         name: As presets name it.
         tflops: Peak of matrix products in TFLOP/s, dense, by precision.
-        memory_bytes_per_s: Bandwidth of this memory.
+        memory_bytes_per_s: Bandwidth of its memory.
         link_bytes_per_s: Bandwidth to the devices of its domain, in one direction.
         domain: Devices that such links connect.
         network_bytes_per_s: Bandwidth to devices outside of the domain, in one direction.

@@ -75,7 +75,8 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
                 raise refused(f"{file.path}, {what}", "rows of tables and images in folders have labels", nearest)
             found.append((file.path, file.kind, file.size))
     whole = [Path(os.path.abspath(path)) for path, _, _ in found]
-    if twice := sorted(str(path) for path, count in Counter(whole).items() if count > 1):
+    counts = Counter(map(os.path.realpath, whole))  # links to a file are the same file
+    if twice := sorted(str(path) for path in whole if counts[os.path.realpath(path)] > 1):
         raise refused(f"files that are given twice: {listed(map(quoted, twice))}", "each row counts once", "each once")
     is_tables = len(paths) == 1 and paths[0].is_dir() and found[0][0] != paths[0]
     common = paths[0] if is_tables else os.path.commonpath([path.parent for path in whole])

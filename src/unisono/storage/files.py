@@ -211,6 +211,9 @@ def look_up(given: str | Path) -> tuple[Path, str]:
     return path, ""
 
 
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # a disk, a quota or the limit of a file's size
+
+
 def os_reason(error: OSError) -> str:
     """The system's reason without the path, such as ``ENOSPC, No space left on device``."""
     name = errno.errorcode.get(error.errno, str(error.errno)) if error.errno else type(error).__name__

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from unisono.errors import ConfigError
-from unisono.storage.files import is_inside, os_reason
+from unisono.storage.files import NO_ROOM, is_inside, os_reason
 
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # only a write has these
+_ONLY_OF_WRITES: Final = NO_ROOM | {errno.EROFS}
 _OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
@@ -45,7 +45,7 @@ def explained_write_errors(folder: Path, *, consequence: str, other_name: str) -
 
 
 def _is_of(folder: Path, error: OSError) -> bool:
-    if error.errno in _NO_ROOM:
+    if error.errno in _ONLY_OF_WRITES:
         return True
     if not isinstance(error.filename, str | bytes | os.PathLike) or not error.filename:
         return False

@@ -12,11 +12,11 @@ from typing import Final
 
 from unisono.errors import ConfigError
 from unisono.observe.run_summary import format_gib
-from unisono.storage.files import create_file, os_reason, temporary_name
+from unisono.storage.files import NO_ROOM, create_file, os_reason, temporary_name
 
-_CODES: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_CODES: Final = NO_ROOM | {errno.EROFS}
 _WORDS: Final = (
-    *(words for code in _CODES for words in (os.strerror(code), errno.errorcode[code])),
+    *(words for code in sorted(_CODES) for words in (os.strerror(code), errno.errorcode[code])),
     "could not be written",  # a checkpoint, by the error of a run
 )
 _PLACE: Final = re.compile(r"(?<![\w.])/[^\s'\",:;]+")  # an absolute path

@@ -29,6 +29,7 @@ import xxhash
 from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, location_of, read_samples
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.errors import DataError
+from unisono.storage.files import NO_ROOM
 from unisono.storage.ownership import make_own_folder
 
 _MEMORY: Final = Path(f"/dev/shm/unisono-{os.getuid()}")
@@ -184,7 +185,7 @@ class _SampleStore:
         try:
             os.posix_fallocate(self._file, offset, length)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in NO_ROOM:
                 raise
             return False
         return True

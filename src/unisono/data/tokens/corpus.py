@@ -26,10 +26,10 @@ from typing import BinaryIO, Final
 import xxhash
 
 from unisono.data.cleaning_record import CLEANING_SUFFIX
-from unisono.data.hidden_files import hidden_notice, is_hidden, may_be_data, some_of
+from unisono.data.hidden_files import hidden_notice, is_hidden, may_be_data
 from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
-from unisono.sanitize import quoted
+from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_inside, open_regular
 
 STDLIB = "stdlib"
@@ -125,7 +125,7 @@ def find_corpus(corpus: str) -> Corpus:
     files = tuple(_stat(path, relative, may_lead_out=False) for relative in relatives)
     unread: list[str] = []
     if links:
-        unread.append(f"{len(links)} link(s) to folders, which are not followed: {some_of(links)}")
+        unread.append(f"{len(links)} link(s) to folders, which are not followed: {listed(links, 100)}")
     if hidden:
         unread.append(hidden_notice(hidden))
     if not files:
