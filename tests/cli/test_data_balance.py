@@ -60,7 +60,7 @@ def test_the_summary_and_the_weights(desk: Desk) -> None:
     assert sorted(path.name for path in desk.folder.iterdir()) == before
     refused = desk.here("data", "balance", "reviews.jsonl", "--label", "kind")
     assert refused.code == 2
-    assert "none with a label in the field 'kind'" in refused.err
+    assert "column 'kind', which no row of" in refused.err
     assert "one of: label, text" in refused.err
     assert "did you mean 'label'?" in desk.here("data", "balance", "reviews.jsonl", "--label", "lbl").err
 

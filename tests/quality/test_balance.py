@@ -120,7 +120,7 @@ def test_power_and_limit() -> None:
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ('{"label": "a"}\n{"label": "b"}\n', {"field": "kind"}, "none with a label in the field 'kind'"),
+        ('{"label": "a"}\n{"label": "b"}\n', {"field": "kind"}, "column 'kind', which no row of"),
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
         ('{"label": 1}\n{"label": 1e999}\n', {"field": "label"}, "row 1, field 'label': .*inf"),

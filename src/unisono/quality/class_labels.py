@@ -19,8 +19,9 @@ from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.input_files import WHOLE_FILE, is_image_name, list_files
 from unisono.quality.job_folder import data_of_results
+from unisono.quality.json_rows import NoValue
 from unisono.quality.refused import refused
-from unisono.quality.row_keys import NoValue, class_of, image_class, keyed, row_keys
+from unisono.quality.row_keys import class_of, image_class, keyed, row_keys
 from unisono.sanitize import listed, quoted
 from unisono.tasks.sources import TARGETS
 

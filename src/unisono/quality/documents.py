@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
+from unisono.data.convert.formats.jsonl import object_of_line
 from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
 from unisono.data.convert.table_files import Row, open_file
 from unisono.data.image.decoding import image_format
@@ -23,10 +23,11 @@ from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record
 from unisono.quality.input_files import PARQUET, InputFile, is_image_name, list_files
+from unisono.quality.json_rows import NoValue, json_rows
 from unisono.quality.parquet_rows import example_row, parquet_rows
 from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
-from unisono.quality.row_keys import Key, NoValue, ends_reading, image_class, json_lines, row_keys
+from unisono.quality.row_keys import Key, image_class, row_keys
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
@@ -80,10 +81,6 @@ class Documents:
     def total_bytes(self) -> int:
         """Size of all files."""
         return sum(file.size for file in self.files)
-
-    def __iter__(self) -> Iterator[Document]:
-        """The documents. Raises DataError as ``read``."""
-        return self.read(ignore)
 
     def read(self, advance: Advance) -> Iterator[Document]:
         """The documents; ``advance`` receives the bytes that are read, ``total_bytes`` in all.
@@ -228,7 +225,7 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     try:
         row = first_row(file)
     except DataError:
-        return "text" if _begins_with_text(file, column or TEXT_COLUMN) else None
+        return "text" if isinstance(_first_object(file).get(column or TEXT_COLUMN), str) else None
     value = None if row is None else row.get(column or image_column(row) or TEXT_COLUMN)
     if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
@@ -236,15 +233,15 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     return "images" if is_image else "text"
 
 
-def _begins_with_text(file: InputFile, column: str) -> bool:
-    """Whether the first line of JSONL has a text, whatever its other fields hold."""
+def _first_object(file: InputFile) -> dict[str, Any]:
+    """The first line of JSONL, whose fields may hold what no row can; empty if it is no object, or of another file."""
     if file.kind != ".jsonl":
-        return False
+        return {}
     with open_source(file.path) as source:
         try:
-            return isinstance(object_of_line(source.readline(MAX_RECORD_BYTES + 1), file.path, 1, 0).get(column), str)
+            return object_of_line(source.readline(MAX_RECORD_BYTES + 1), file.path, 1, 0)
         except DataError:
-            return False
+            return {}
 
 
 def _image_in(value: bytes, file: InputFile) -> bytes:
@@ -286,13 +283,8 @@ def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row 
     if file.kind != ".jsonl" or field is None:
         yield from meter.rows(open_file(file.path, file.kind, None if field is None else [field]))
         return
-    for number, offset, line in json_lines(file.path, meter):
-        try:
-            yield row_of_line(line, file.path, number, offset, [field])
-        except DataError as error:
-            if ends_reading(number, line):
-                raise
-            yield error
+    for row in json_rows(file.path, field, meter):
+        yield row.error if isinstance(row, NoValue) else row
 
 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
@@ -405,11 +397,11 @@ def text_field(file: InputFile) -> str:
     """
     try:
         row = first_row(file)
-        return TEXT_COLUMN if row is None else text_column(row, file)
     except DataError:
         if file.kind != ".jsonl":
             raise
-        return TEXT_COLUMN  # the line is named where it is read
+        row = _first_object(file) or None  # a damaged line is named where it is read
+    return TEXT_COLUMN if row is None else text_column(row, file)
 
 
 def text_column(row: Row, file: InputFile) -> str:

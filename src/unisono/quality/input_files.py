@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from unisono.data.convert.file_kind import INDEX_SUFFIXES, kind_of_name, targets_of
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
@@ -23,7 +23,6 @@ from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 
-Content = Literal["text", "images"]
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
 _OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text

@@ -5,39 +5,29 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from unisono.data.convert.formats.jsonl import object_of_line, row_of_line
-from unisono.data.convert.formats.table import check_columns, describe_value, open_source
+from unisono.data.convert.formats.table import check_columns, describe_value
 from unisono.data.convert.table_files import open_file
-from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import RECORDS, record_classes
 from unisono.quality.input_files import PARQUET
+from unisono.quality.json_rows import NoValue, json_rows
 from unisono.quality.parquet_rows import parquet_rows
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
-from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 from unisono.tasks.targets import class_names, is_absent
 
-Key = Callable[
-    [Any], Hashable | None
-]  # the class or group of a field's value; None if absent; DataError for other types
+# The class or group of a field's value; None if absent. Raises DataError for other types.
+Key = Callable[[Any], Hashable | None]
 _ABSENT: Final = "a class or a group is a string or a number, and not empty"
 _CACHED: Final = 100_000  # values
-
-
-@dataclass(frozen=True, slots=True)
-class NoValue:
-    """A row without a value: the field is missing, null, empty or NaN. The error says so."""
-
-    error: DataError
 
 
 def class_of(value: Any, names: Sequence[str] = ()) -> str | None:
@@ -63,7 +53,11 @@ def class_of(value: Any, names: Sequence[str] = ()) -> str | None:
     if not names or not isinstance(name, int):
         return str(name)
     if not -1 <= name < len(names):
-        raise refused(f"class {name} of {len(names)} classes", "a number of a class is below their number", "another")
+        raise refused(
+            f"class index {name}, with {len(names)} class names",
+            f"class indices are 0 to {len(names) - 1}; -1 means no label",
+            "another index, or the missing class name",
+        )
     return names[name] if name >= 0 else None
 
 
@@ -129,24 +123,9 @@ def keyed(values: Iterable[Any], path: Path, field: str, key: Key) -> Iterator[H
         yield found
 
 
-def json_lines(path: Path, meter: FileMeter) -> Iterator[tuple[int, int, bytes]]:
-    """Number, from 1, offset and content of each line; of one that is too long only its beginning."""
-    with open_source(path) as source:
-        offset = 0
-        for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
-            meter.add(len(line))
-            yield number, offset, line
-            offset += len(line)
-
-
-def ends_reading(number: int, line: bytes) -> bool:
-    """Whether reading stops at this line, which is no JSON: it is too long, or the file is UTF-16 or UTF-32."""
-    return len(line) > MAX_RECORD_BYTES or (number == 1 and bool(encoding_of(line)))
-
-
 def _values(path: Path, kind: str, field: str, meter: FileMeter) -> Iterator[Any]:
     if kind == ".jsonl":
-        yield from _values_of_lines(path, field, meter)
+        yield from (row[field] if isinstance(row, dict) else row for row in json_rows(path, field, meter))
         return
     if kind == PARQUET:
         for row in parquet_rows(path, [field], meter):
@@ -164,21 +143,3 @@ def _values(path: Path, kind: str, field: str, meter: FileMeter) -> Iterator[Any
         else:
             given = f"{path}, row {number}, field {quoted(field)}: it is missing"
             yield NoValue(refused(given, _ABSENT, "another field, or without that row"))
-
-
-def _values_of_lines(path: Path, field: str, meter: FileMeter) -> Iterator[Any]:
-    for number, offset, line in json_lines(path, meter):
-        try:
-            yield row_of_line(line, path, number, offset, [field])[field]
-        except DataError as error:
-            if ends_reading(number, line):
-                raise
-            yield NoValue(error) if _is_without(line, path, field) else error
-
-
-def _is_without(line: bytes, path: Path, field: str) -> bool:
-    """Whether a line is an object that lacks the field, or has null there."""
-    try:
-        return object_of_line(line, path, 1, 0).get(field) is None
-    except DataError:
-        return False
