@@ -1,4 +1,4 @@
-"""A field of JSONL that some rows lack, and one that none has: then its name is wrong, and leaving rows out would lose them all."""
+"""A field of JSONL that some rows lack, and one that no row has: then its name is wrong, and nothing is left out for it."""
 
 from __future__ import annotations
 
