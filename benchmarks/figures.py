@@ -511,6 +511,13 @@ def prediction_error(match: Match) -> Figure:
     )
 
 
+def memory_error(match: Match) -> Figure:
+    """Median error of predicted memory, and the range of predicted over published."""
+    row = match.node
+    text = f"{row['median']:.1%}; {row['least']:.2f} to {row['most']:.2f} of the published; {row['rows']} rows"
+    return Figure(text, row["median"])
+
+
 def ranking(match: Match) -> Figure:
     """Rank correlation and regret of a group of rows."""
     row = match.node

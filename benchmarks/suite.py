@@ -409,12 +409,14 @@ BENCHMARKS = (
     Benchmark(
         name="planner_published",
         script="planner.published",
-        title="Step times predicted from shapes",
+        title="Step times and memory predicted from shapes",
         quick=("--folds", "2"),
         text="Mean relative error of `unisono plan simulate` against published runs, by constants that have not seen the row: "
         "fitted without one of five random parts, or without the row's source. The guess is one utilization for each device and "
         "arithmetic, the median of its rows. Intervals are made from other sources. Rank correlation (Spearman) by speed, within"
-        " one model on one number of devices with at least four layouts, sources left out; regret is what the pick loses.",
+        " one model on one number of devices with at least four layouts, sources left out; regret is what the pick loses. "
+        "Memory: the median error and predicted over published; one layout has 34 to 48 GiB in rows of several "
+        "versions of PyTorch.",
         rows=(
             Row("{0}", "devices/*", figures.prediction_error),
             Row(
@@ -426,6 +428,8 @@ BENCHMARKS = (
             Row("ranking of {0}", "groups/*", figures.ranking, aim=at_least(0.7)),
             Row("rows that are {0}", "rows/*", figures.number("{}")),
             Row("constant `{0}`", "constants/*", figures.constant),
+            Row("memory, all rows", "memory/all", figures.memory_error, aim=at_most(0.08)),
+            Row("memory, {0}", "memory/*", figures.memory_error),
         ),
     ),
     Benchmark(

@@ -1,10 +1,10 @@
-"""Predicted step times beside published ones that no constant was fitted to. Prints JSON.
+"""Predicted step times and memory beside published ones. Prints JSON.
 
     python -m benchmarks.planner.published [--folds 5]
 
-Constants are fitted twice: without one of five random parts of the rows, and without one source (a document that reports runs) at
-a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for each device and
-arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are those of the rows of
+Constants of step times are fitted twice: without one of five random parts of the rows, and without one source (a document that
+reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for each
+device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are those of the rows of
 other sources. Groups are the rows of one model, kind and number of devices with at least four layouts; they are ranked by
 predictions that have not seen their source.
 """
@@ -29,6 +29,7 @@ from benchmarks.planner.fitting import (
     quantile_spread,
     read_runs,
 )
+from benchmarks.planner.published_memory import memory_errors
 from scipy.stats import spearmanr
 
 from unisono.planner.layout import Numbers
@@ -141,6 +142,7 @@ def main() -> None:
         "coverage": coverage(runs, measured / unseen),
         "groups": groups(runs, measured, unseen),
         "constants": sensitivity(runs, measured),
+        "memory": memory_errors(),
     }
     print(json.dumps(result))
 

@@ -22,6 +22,7 @@ def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
     assert "nine of ten such runs lie between" in first
     assert "of its peak" in second
     assert parts[0].split()[0] == "matmul"
+    assert any(line.startswith("memory ") and line.endswith(" of 80 GiB") for line in parts)
     found = json.loads(desk.here("plan", "simulate", "--json", *JOB).out)
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"])
     assert found["job"] == dict(setting.split("=") for setting in JOB)
@@ -30,6 +31,12 @@ def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
     assert "no published run was used for l40s/16-bit" in unknown.out
     slow = json.loads(desk.here("plan", "simulate", "--json", *JOB, "recompute=full").out)
     assert slow["step_s"] > found["step_s"]
+    assert sum(found["memory"].values()) == pytest.approx(found["peak_bytes"])
+    assert slow["peak_bytes"] < found["peak_bytes"]
+    assert (
+        "80 GiB, which does not fit"
+        in desk.here("plan", "simulate", "model=llama-3-70b", "gpu_type=h100", "gpus=8").out
+    )
 
 
 def test_rows_come_back_with_predictions(desk: Desk) -> None:
@@ -43,6 +50,7 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
     assert list(first)[:5] == ["model", "gpu_type", "gpus", "tp", "mine"]
     assert first["mine"] == 'a, "b" é'
     assert float(first["pred_step_time_s"]) > 0
+    assert float(first["pred_peak_mem_gib"]) > 0
     assert first["error"] == ""
     assert second["error"].startswith("model 'nobody-1b': it is a preset, or layers, hidden and heads are given")
     assert third["pred_step_time_s"] == first["pred_step_time_s"]  # a short row: other columns are empty

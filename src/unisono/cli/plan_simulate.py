@@ -1,4 +1,4 @@
-"""``unisono plan simulate``: predicted step times of jobs on clusters that are not here."""
+"""``unisono plan simulate``: predicted step times and memory of jobs on clusters that are not here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NEEDED = ("model", "gpu_type", "gpus")
 )
 @common_options
 def simulate(settings: tuple[str, ...], rows: str | None, as_json: bool) -> None:
-    """Predict the step time of a job on a cluster that is not here. Nothing is run.
+    """Predict step time and memory of a job on a cluster that is not here. Nothing is run.
 
     One job: unisono plan simulate model=llama-3-70b gpu_type=h100 gpus=1024 tp=8 pp=4 micro_batch=1 global_batch=1024
 
@@ -61,7 +61,11 @@ def simulate(settings: tuple[str, ...], rows: str | None, as_json: bool) -> None
     except LayoutError as error:
         raise _refused(error.given, error.rule, error.nearest) from error
     (prediction,) = predict([layout])
-    print_result(as_json, {"job": given, "layout": _resolved(layout), **asdict(prediction)}, _lines(layout, prediction))
+    print_result(
+        as_json,
+        {"job": given, "layout": _resolved(layout), **asdict(prediction), "peak_bytes": prediction.peak_bytes},
+        _lines(layout, prediction),
+    )
 
 
 def _columns(settings: tuple[str, ...]) -> dict[str, str]:
@@ -152,9 +156,21 @@ def _lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
         f"{prediction.utilization:.1%} of its peak"
     )
     yield from _parts(prediction.parts_s, step_s)
+    yield from _memory(layout, prediction)
 
 
 def _parts(parts_s: Mapping[str, float], step_s: float) -> Iterator[str]:
     for name, seconds in sorted(parts_s.items(), key=lambda item: -item[1]):
         if seconds >= 0.001 * step_s:
             yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}"
+
+
+def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
+    """The memory of the device that needs most, and what it consists of."""
+    from unisono.observe.run_summary import format_gib
+
+    peak, has = prediction.peak_bytes, layout.device.memory_bytes
+    yield f"memory {format_gib(peak)} of {format_gib(has)}" + (", which does not fit" if peak > has else "")
+    for name, size in sorted(prediction.memory.items(), key=lambda item: -item[1]):
+        if size >= 0.001 * peak:
+            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}"

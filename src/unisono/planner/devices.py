@@ -1,7 +1,7 @@
 """Accelerators by name: what a data sheet says of one, and of the links between them. Imports no torch.
 
-Figures are per device and dense. ``link_bytes_per_s`` is that of one direction between the devices of a domain: half of the
-total that NVLink's data sheets give.
+Figures are per device and dense. Memory is in GiB where data sheets say GB, as devices have it.
+``link_bytes_per_s`` is that of one direction between the devices of a domain: half of the total that NVLink's data sheets give.
 ``network_bytes_per_s`` is that of the network card that systems of the maker have for each device.
 """
 
@@ -16,6 +16,7 @@ Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 
 _T: Final = 1e12
 _GB: Final = 1e9
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,7 @@ class Device:
     Attributes:
         name: As presets name it.
         tflops: Peak of matrix products in TFLOP/s, dense, by precision.
+        memory_bytes: Size of its memory.
         memory_bytes_per_s: Bandwidth of its memory.
         link_bytes_per_s: Bandwidth to the devices of its domain, in one direction.
         domain: Devices that such links connect.
@@ -34,6 +36,7 @@ class Device:
 
     name: str
     tflops: Mapping[Precision, float]
+    memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     domain: int
@@ -48,6 +51,7 @@ class Device:
 
 def _device(
     name: str,
+    memory_gib: float,
     memory_tb_per_s: float,
     link_gb_per_s: float,
     domain: int,
@@ -58,6 +62,7 @@ def _device(
     return Device(
         name=name,
         tflops=dict(tflops),  # pyright: ignore[reportArgumentType]
+        memory_bytes=memory_gib * _GIB,
         memory_bytes_per_s=memory_tb_per_s * _T,
         link_bytes_per_s=link_gb_per_s * _GB,
         domain=domain,
@@ -67,28 +72,28 @@ def _device(
 
 
 _ALL: Final = (
-    _device("v100", 0.9, 150, 8, 100, "NVIDIA V100 data sheet; DGX-2", fp16=125),
-    _device("a100-40", 1.555, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),
-    _device("a100-80", 2.039, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),
-    _device("h100", 3.35, 450, 8, 400, "NVIDIA H100 data sheet, SXM; DGX H100", bf16=989.4, fp16=989.4, fp8=1978.9),
-    _device("h100-pcie", 2.0, 64, 8, 400, "NVIDIA H100 data sheet, PCIe", bf16=756, fp16=756, fp8=1513),
-    _device("h100-hbm2e", 2.4, 450, 8, 400, "at 500 W (arXiv 2410.06511)", bf16=756, fp16=756, fp8=1513),
-    _device("h200", 4.8, 450, 8, 400, "NVIDIA H200 data sheet; DGX H200", bf16=989.4, fp16=989.4, fp8=1978.9),
-    _device("gh200", 4.0, 450, 1, 400, "NVIDIA GH200 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9),
-    _device("h800", 3.35, 200, 8, 400, "DeepSeek-V3 (arXiv 2412.19437)", bf16=989.4, fp16=989.4, fp8=1978.9),
-    _device("b200", 7.7, 900, 8, 400, "NVIDIA HGX B200 table; DGX B200", bf16=2250, fp16=2250, fp8=4500, fp4=9000),
-    _device("gb200", 8.0, 900, 72, 400, "NVIDIA GB200 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=10000),
-    _device("b300", 7.7, 900, 8, 800, "NVIDIA HGX B300 table", bf16=2250, fp16=2250, fp8=4500, fp4=13500),
-    _device("gb300", 8.0, 900, 72, 800, "NVIDIA GB300 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=15000),
-    _device("mi300x", 5.3, 448, 8, 400, "AMD MI300X data sheet", bf16=1307, fp16=1307, fp8=2615),
-    _device("tpu-v4", 1.2, 150, 4096, 50, "Google Cloud TPU v4 page; 6 links of a torus", bf16=275),
-    _device("tpu-v5e", 0.819, 100, 256, 25, "Google Cloud TPU v5e page; 4 links of a torus", bf16=197),
-    _device("tpu-v5p", 2.765, 300, 8960, 50, "Google Cloud TPU v5p page; 6 links of a torus", bf16=459),
-    _device("tpu-v6e", 1.64, 224, 256, 50, "Google Cloud TPU v6e page; 4 links of a torus", bf16=918),
-    _device("tpu-v7x", 7.37, 600, 9216, 100, "Google Cloud TPU7x page; 6 links of a torus", bf16=2307, fp8=4614),
-    _device("l40s", 0.864, 32, 8, 200, "NVIDIA L40S data sheet; PCIe 4.0", bf16=362, fp16=362, fp8=733),
-    _device("rtx-4090", 1.008, 32, 8, 100, "NVIDIA Ada white paper; PCIe 4.0", bf16=165.2, fp16=165.2, fp8=330.3),
-    _device("rtx-a6000", 0.768, 56, 2, 100, "NVIDIA RTX A6000 data sheet", bf16=154.8, fp16=154.8),
+    _device("v100", 32, 0.9, 150, 8, 100, "NVIDIA V100 data sheet; DGX-2", fp16=125),
+    _device("a100-40", 40, 1.555, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),
+    _device("a100-80", 80, 2.039, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),
+    _device("h100", 80, 3.35, 450, 8, 400, "NVIDIA H100 data sheet, SXM; DGX H100", bf16=989.4, fp16=989.4, fp8=1978.9),
+    _device("h100-pcie", 80, 2.0, 64, 8, 400, "NVIDIA H100 data sheet, PCIe", bf16=756, fp16=756, fp8=1513),
+    _device("h100-hbm2e", 96, 2.4, 450, 8, 400, "at 500 W (arXiv 2410.06511)", bf16=756, fp16=756, fp8=1513),
+    _device("h200", 141, 4.8, 450, 8, 400, "NVIDIA H200 data sheet; DGX H200", bf16=989.4, fp16=989.4, fp8=1978.9),
+    _device("gh200", 96, 4.0, 450, 1, 400, "NVIDIA GH200 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9),
+    _device("h800", 80, 3.35, 200, 8, 400, "DeepSeek-V3 (arXiv 2412.19437)", bf16=989.4, fp16=989.4, fp8=1978.9),
+    _device("b200", 180, 7.7, 900, 8, 400, "NVIDIA HGX B200 table; DGX B200", bf16=2250, fp16=2250, fp8=4500, fp4=9000),
+    _device("gb200", 186, 8.0, 900, 72, 400, "NVIDIA GB200 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=10000),
+    _device("b300", 288, 7.7, 900, 8, 800, "NVIDIA HGX B300 table", bf16=2250, fp16=2250, fp8=4500, fp4=13500),
+    _device("gb300", 288, 8.0, 900, 72, 800, "NVIDIA GB300 NVL72 data sheet", bf16=2500, fp16=2500, fp8=5000, fp4=15000),
+    _device("mi300x", 192, 5.3, 448, 8, 400, "AMD MI300X data sheet", bf16=1307, fp16=1307, fp8=2615),
+    _device("tpu-v4", 32, 1.2, 150, 4096, 50, "Google Cloud TPU v4 page; 6 links of a torus", bf16=275),
+    _device("tpu-v5e", 16, 0.819, 100, 256, 25, "Google Cloud TPU v5e page; 4 links of a torus", bf16=197),
+    _device("tpu-v5p", 95, 2.765, 300, 8960, 50, "Google Cloud TPU v5p page; 6 links of a torus", bf16=459),
+    _device("tpu-v6e", 32, 1.64, 224, 256, 50, "Google Cloud TPU v6e page; 4 links of a torus", bf16=918),
+    _device("tpu-v7x", 192, 7.37, 600, 9216, 100, "Google Cloud TPU7x page; 6 links of a torus", bf16=2307, fp8=4614),
+    _device("l40s", 48, 0.864, 32, 8, 200, "NVIDIA L40S data sheet; PCIe 4.0", bf16=362, fp16=362, fp8=733),
+    _device("rtx-4090", 24, 1.008, 32, 8, 100, "NVIDIA Ada white paper; PCIe 4.0", bf16=165.2, fp16=165.2, fp8=330.3),
+    _device("rtx-a6000", 48, 0.768, 56, 2, 100, "NVIDIA RTX A6000 data sheet", bf16=154.8, fp16=154.8),
 )  # fmt: skip
 DEVICES: Final[Mapping[str, Device]] = {device.name: device for device in _ALL}
 

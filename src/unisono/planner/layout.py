@@ -13,7 +13,7 @@ from unisono.planner.devices import Device, Precision
 from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 
 class LayoutError(ValueError):
@@ -48,7 +48,8 @@ class Layout:
         micro_batch: Sequences of one forward pass of a model replica.
         global_batch: Sequences of a step.
         seq_len: Tokens of a sequence.
-        recompute: What of the forward pass is computed again in the backward pass.
+        recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here.
+        compiled: Whether the model is compiled, which needs less memory.
     """
 
     model: ModelShape
@@ -65,6 +66,7 @@ class Layout:
     global_batch: float = 1
     seq_len: int = 1
     recompute: Recompute = "none"
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         """Raises LayoutError for one that no run could have."""

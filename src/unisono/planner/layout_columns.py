@@ -23,7 +23,8 @@ DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
 _PRECISIONS: Final[tuple[Precision, ...]] = ("fp4", "fp8", "fp16", "bf16")  # the first that is in the text
 _FULL: Final = ("full", "remat:full", "yes")
-_KEPT: Final = re.compile(r"(none|selective.*|remat:.*|)")
+_SELECTIVE: Final = re.compile(r"selective.*|remat:.*")
+_NONE: Final = ("none", "")
 
 
 def read_layout(row: Mapping[str, str]) -> Layout:
@@ -31,7 +32,7 @@ def read_layout(row: Mapping[str, str]) -> Layout:
 
     Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
     tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Stages per rank are read
-    from ``VP=`` in the notes. Selective recompute counts as none.
+    from ``VP=`` in the notes, and whether the model is compiled.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -68,6 +69,7 @@ def read_layout(row: Mapping[str, str]) -> Layout:
         global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
+        compiled="compile" in row.get("notes", "").lower(),
     )
 
 
@@ -133,7 +135,9 @@ def _precision(text: str, device: Device) -> Precision:
 def _recompute(text: str) -> Recompute:
     if text.lower() in _FULL:
         return "full"
-    if _KEPT.fullmatch(text.lower()):
+    if _SELECTIVE.fullmatch(text.lower()):
+        return "selective"
+    if text.lower() in _NONE:
         return "none"
     raise LayoutError(f"recompute {text!r}", "it is full, selective or none", "full")
 

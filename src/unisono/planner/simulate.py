@@ -1,17 +1,23 @@
-"""Predicted speed of layouts, with the interval in which nine of ten runs lie. Imports no torch."""
+"""Predicted speed and memory of layouts, with the interval in which nine of ten step times lie. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_columns import read_layout
+from unisono.planner.peak_memory import MemoryParts, peak_memory
 from unisono.planner.step_time import StepParts, efficiencies, fitted_constants, step_time
 from unisono.planner.step_work import count_work
 
 # appended to rows, under the names that tools for published runs use; ``confidence`` is ``Prediction.spread``
-PREDICTED = ("pred_step_time_s", "pred_tflops_per_gpu", "pred_tokens_per_s_per_gpu", "pred_mfu", "confidence", "error")
+PREDICTED = (
+    *("pred_step_time_s", "pred_tflops_per_gpu", "pred_tokens_per_s_per_gpu", "pred_mfu", "pred_peak_mem_gib"),
+    *("confidence", "error"),
+)
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,7 @@ class Prediction:
         tokens_per_s: Tokens of a device.
         model_flops_per_s: FLOP/s of a device, without what is recomputed, with attention over the whole square.
         utilization: These over the device's peak (MFU).
+        memory: Bytes of the device that needs most, by the names of ``MemoryParts``.
         spread: Nine of ten runs lie between ``step_s`` divided and multiplied by 1 + ``spread`` (``Constants.spread``).
     """
 
@@ -32,7 +39,13 @@ class Prediction:
     tokens_per_s: float
     model_flops_per_s: float
     utilization: float
+    memory: Mapping[str, float]
     spread: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory that the allocator of this device reserves."""
+        return sum(self.memory.values())
 
 
 def predict(layouts: Sequence[Layout]) -> list[Prediction]:
@@ -42,7 +55,7 @@ def predict(layouts: Sequence[Layout]) -> list[Prediction]:
     fitted = fitted_constants()
     work = count_work(layouts)
     times = step_time(work, efficiencies(layouts, fitted), fitted)
-    total = times.total
+    total, memory = times.total, peak_memory(layouts)
     predictions: list[Prediction] = []
     for i, layout in enumerate(layouts):
         step_s = float(total[i])
@@ -55,6 +68,7 @@ def predict(layouts: Sequence[Layout]) -> list[Prediction]:
                 tokens_per_s=tokens_per_s,
                 model_flops_per_s=flops,
                 utilization=flops / float(work.peak_flops[i]),
+                memory={item.name: float(getattr(memory, item.name)[i]) for item in fields(MemoryParts)},
                 spread=fitted.spread_experts if layout.model.experts else fitted.spread,
             )
         )
@@ -84,6 +98,7 @@ def as_columns(prediction: Prediction) -> dict[str, str]:
         prediction.model_flops_per_s / 1e12,
         prediction.tokens_per_s,
         prediction.utilization,
+        prediction.peak_bytes / _GIB,
         prediction.spread,
     )
     return {**dict(zip(PREDICTED, (f"{value:.6g}" for value in values), strict=False)), "error": ""}

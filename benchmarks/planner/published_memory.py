@@ -1,0 +1,59 @@
+"""Predicted peak memory beside published figures, by source and device.
+
+Compared are rows of trainings of all parameters with AdamW whose states are in the device's memory. ``allocator`` constants of
+``unisono.planner.peak_memory`` are the medians over rows of torchtitan on H100; nothing else is fitted.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from benchmarks.planner.fitting import ROWS
+
+from unisono.planner.layout import LayoutError
+from unisono.planner.layout_columns import read_layout
+from unisono.planner.peak_memory import peak_memory
+
+_GIB = 2**30
+# what the columns of a layout do not say, each in the notes
+_OTHER_METHOD = re.compile(
+    r"lora|8-bit|offload|optimizer-in-b|in-bwd|unpacked|chunked|activation checkpointing|ac mode = config default|SUSPECT",
+    re.IGNORECASE,
+)
+
+
+def memory_errors() -> dict[str, Any]:
+    """Of each source and device, and of all rows: their number, the median error, and the range of predicted over published."""
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    others = 0
+    with ROWS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if not row["peak_mem_gib"]:
+                continue
+            try:
+                layout = read_layout(row)
+            except LayoutError:
+                others += 1
+                continue
+            if _OTHER_METHOD.search(row["notes"]):
+                others += 1
+                continue
+            predicted = float(peak_memory([layout]).total[0]) / _GIB
+            source = row["source"].split()[0].split("/")[-1]
+            ratios[f"{source} on {layout.device.name}"].append(predicted / float(row["peak_mem_gib"]))
+    every = [ratio for each in ratios.values() for ratio in each]
+    return {**{name: _spread(each) for name, each in ratios.items()}, "all": {**_spread(every), "not compared": others}}
+
+
+def _spread(ratios: Sequence[float]) -> Mapping[str, float]:
+    return {
+        "rows": len(ratios),
+        "median": float(np.median(np.abs(np.array(ratios) - 1))),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
