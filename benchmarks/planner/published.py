@@ -3,10 +3,10 @@
     python -m benchmarks.planner.published [--folds 5]
 
 Constants of step times are fitted twice: without one of five random parts of the rows, and without one source (a document that
-reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for each
-device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are those of the rows of
-other sources. Groups are the rows of one model, kind and number of devices with at least four layouts; they are ranked by
-predictions that have not seen their source.
+reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for
+each device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are
+those of the rows of other sources. Groups are the rows of one model, kind and number of devices with at least four layouts;
+they are ranked by predictions that have not seen their source.
 """
 
 from __future__ import annotations
