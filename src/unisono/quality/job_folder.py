@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
@@ -27,6 +28,7 @@ from unisono.storage.write_errors import explained_write_errors
 
 T = TypeVar("T")
 DROPPED_FILE: Final = "dropped.jsonl"  # documents or rows that are not in the results, and why
+_LOG: Final = logging.getLogger("unisono")
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
@@ -103,7 +105,7 @@ def open_job(
 
     Raises:
         ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
-            cannot be written.
+            cannot be written. A job with another identity that has no results yet is begun anew.
     """
     for source in inputs:
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
@@ -117,11 +119,7 @@ def open_job(
     wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
     job = path / _JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
-    if (
-        not job.exists()
-        and path.exists()
-        and any(name != _LOCK_FILE and _JOB_FILE not in name for name in os.listdir(path))
-    ):
+    if not job.exists() and path.exists() and not _has_only(path, _LOCK_FILE):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
     with explained_write_errors(
         path,
@@ -133,11 +131,17 @@ def open_job(
         try:
             found = _content(job) if job.exists() else wanted
             if found != wanted and found != {**wanted, _SKIPS: False}:
-                raise _refused(
-                    f"{path}, which has results of other inputs or settings",
-                    "a folder holds the results of one job; the same job goes on there",
-                    "the inputs and settings as they were, or another folder",
-                )
+                if not _has_only(path, _LOCK_FILE, _WORK):
+                    raise _refused(
+                        f"{path}, which has results of other inputs or settings"
+                        if found is not None
+                        else f"{job}, which is damaged: it does not say which job the results are of",
+                        "a folder holds the results of one job; the same job goes on there",
+                        "the inputs and settings as they were, or another folder",
+                    )
+                _LOG.warning("%s: the job there had other inputs or settings and no results yet: it begins anew", path)
+                if (path / _WORK).exists():
+                    shutil.rmtree(path / _WORK)  # before the file that says whose it is
             if not job.exists() or (found != wanted and not (path / REPORT_FILE).exists()):
                 write_atomically(job, json.dumps(wanted, sort_keys=True).encode() + b"\n")
             yield JobFolder(path)
@@ -177,6 +181,11 @@ def _with_data(folder: Path) -> list[Path]:
 
 def _parts(folder: Path) -> list[Path]:
     return sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
+
+
+def _has_only(folder: Path, *names: str) -> bool:
+    """Whether a folder holds nothing but these names and the file that says which job it is of, also under a temporary name."""
+    return all(name in names or name.partition(".tmp-")[0] == _JOB_FILE for name in os.listdir(folder))
 
 
 def _content(path: Path) -> Any:
