@@ -194,6 +194,25 @@ def test_a_folder_with_other_files_is_not_begun_anew(tmp_path: Path, name: str, 
     assert tree(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("name", ["work", "work/sketches", "work/new", "work/old"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_intermediate_files_stay_in_the_folder(tmp_path: Path, name: str, is_link: bool) -> None:
+    source = write(tmp_path / "a.jsonl", {"text": "a"}, "no JSON")
+    with pytest.raises(DataError):
+        clean([source], tmp_path / "out", only_dedup(EXACT))
+    place = tmp_path / "out" / name
+    place.rename(tmp_path / "elsewhere")
+    if is_link:
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.touch()
+    before = tree(tmp_path)
+    for options in (only_dedup(EXACT), only_dedup(DuplicateOptions(near=0.5))):
+        with pytest.raises(ConfigError, match=f"{name}, which is {'a link' if is_link else 'no folder'}"):
+            clean([source], tmp_path / "out", options, skips_unreadable=True)
+    assert tree(tmp_path) == before
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".jpg"])
 def test_a_file_that_is_too_large_for_a_document(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = jpeg(photograph(0)) if suffix == ".jpg" else b"nine bytes"

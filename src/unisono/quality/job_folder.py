@@ -32,6 +32,7 @@ _LOG: Final = logging.getLogger("unisono")
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
+_FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -46,9 +47,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.sketches = path / _WORK / "sketches"
-        self.new = path / _WORK / "new"
-        self._old = path / _WORK / "old"
+        self.sketches, self.new, self._old = (path / _WORK / name for name in _FOLDERS_OF_WORK)
         self.is_done = (path / REPORT_FILE).exists()
         for name in (REPORT_FILE, _JOB_FILE):  # a job that was killed while it wrote them
             for left in path.glob(f"{name}.tmp-*"):
@@ -104,7 +103,7 @@ def open_job(
         skips_unreadable: Whether unreadable documents are dropped. A job that stopped at one may be continued with True.
 
     Raises:
-        ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
+        ConfigError: It holds other files, links, or results of a job with another identity; another process works in it; or it
             cannot be written. A job with another identity that has no results yet is begun anew.
     """
     for source in inputs:
@@ -121,6 +120,14 @@ def open_job(
     # a job that was killed before it had its file leaves the lock, or a temporary name
     if not job.exists() and path.exists() and not _has_only(path, _LOCK_FILE):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
+    for name in ("", *_FOLDERS_OF_WORK):
+        folder = path / _WORK / name
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise _refused(
+                f"{folder}, which is {'a link' if folder.is_symlink() else 'no folder'}",
+                f"{_WORK}/ has the intermediate files of a job, in folders that it made itself and deletes at its end",
+                "remove it, then run the same command again; or another folder",
+            )
     with explained_write_errors(
         path,
         consequence="the job is not finished",
