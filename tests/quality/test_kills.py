@@ -271,6 +271,22 @@ def test_a_limit_of_the_size_of_files(killer: Killer, tmp_path: Path, case: Case
         job.require_goes_on()
 
 
+def test_results_that_are_lost(killer: Killer, tmp_path: Path, case: Case) -> None:
+    """The same command says which, and leaves the rest as it is."""
+    job = Job(killer, tmp_path, case)
+    assert job.run().code == job.ended.code
+    for name in sorted(
+        {name.split("/")[0] for name in job.whole} - {"job.json", "report.json", "data", "data_sizes.json"}
+    ):
+        (job.out / name).rename(tmp_path / "lost")
+        before, ended = tree(job.out), job.run()
+        (problem,) = json.loads(ended.out)["problems"]
+        assert (ended.code, problem["given"]) == (2, f"out, where results of the job are missing: {name}"), ended
+        assert tree(job.out) == before
+        (tmp_path / "lost").rename(job.out / name)
+    assert job.run().code == job.ended.code
+
+
 def many_labels(folder: Path) -> None:
     write_rows(folder / "a.jsonl", [{"label": "ab"[number % 2]} for number in range(3000)])
 

@@ -19,6 +19,7 @@ from unisono.data.per_file_arrays import FILES_JSON
 from unisono.data.result_files import DATA_FOLDER, require_whole_results, write_data_sizes
 from unisono.errors import ConfigError, Problem
 from unisono.quality.refused import refused
+from unisono.sanitize import listed
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, write_atomically
 from unisono.storage.folder_lock import FolderLock
@@ -33,6 +34,7 @@ _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
+_RESULTS: Final = "results"  # in the report, the names of what is in the folder besides
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -65,28 +67,39 @@ class JobFolder:
 
         Raises:
             ConfigError: The report is damaged.
-            DataError: Files of ``data/``, here or in a part of a split, are missing or have another size.
+            DataError: Results are missing, or files of ``data/``, here or in a part of a split, have another size.
         """
         path = self._path / REPORT_FILE
         require_whole_results([self._path, *_with_data(self._path)])
         try:
-            return msgspec.convert({**read_json(path), **others}, kind)
+            report = read_json(path)
+            result = msgspec.convert({**report, **others}, kind)
+            names = msgspec.convert(report.get(_RESULTS, []), list[str])  # reports of earlier versions have none
         except (LimitError, ValueError, OSError, TypeError) as error:
             raise _refused(
                 f"{path}, which is no report: {error}", "a folder holds the results of one job", "another folder"
             ) from error
+        if lost := [name for name in names if not (self._path / name).exists()]:
+            raise refused(
+                f"{self._path}, where results of the job are missing: {listed(lost)}",
+                "a job that is done is not done again",
+                "a copy of what is missing; or the same command with another folder",
+            )
+        return result
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Move the results from ``new`` into the folder, with a list of the files in ``data/``, write the report, which says that
-        the job is done, and delete the intermediate files."""
+        the job is done and what its results are, and delete the intermediate files."""
         for folder in _with_data(self.new):
             write_data_sizes(folder)
-        for entry in sorted(self.new.iterdir()):
+        results = sorted(self.new.iterdir())
+        for entry in results:
             place = self._path / entry.name
             if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files
                 place.rename(self._old / entry.name)
             entry.rename(place)
-        write_atomically(self._path / REPORT_FILE, as_json(report, indent=1) + b"\n")
+        listing = {_RESULTS: [entry.name for entry in results]}
+        write_atomically(self._path / REPORT_FILE, as_json({**report, **listing}, indent=1) + b"\n")
         shutil.rmtree(self._path / _WORK)
 
 
