@@ -34,6 +34,7 @@ _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
+_UNFINISHED: Final = "the job is not finished"
 _RESULTS: Final = "results"  # in the report, the names of what is in the folder besides
 _SKIPS: Final = "skips_unreadable"
 
@@ -122,31 +123,33 @@ def open_job(
     for source in inputs:
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
             raise _refused(
-                f"{path} for what is read from {source}",
+                f"--out {path}, which overlaps the input {source}",
                 "the output folder and the inputs do not contain each other",
                 "a folder outside of the inputs",
             )
-    if path.exists() and not path.is_dir():
-        raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        kind = "a link to no folder" if path.is_symlink() else "no folder"
+        raise _refused(f"{path}, which is {kind}", "results are written into a new folder", "another name")
     wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
     job = path / _JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
-    if not job.exists() and path.exists() and not _has_only(path, _LOCK_FILE):
+    if os.path.isdir(path) and not job.exists() and not _has_only(path, _LOCK_FILE):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
     for name in ("", *_FOLDERS_OF_WORK):
         folder = path / _WORK / name
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
             raise _refused(
                 f"{folder}, which is {'a link' if folder.is_symlink() else 'no folder'}",
                 f"{_WORK}/ has the intermediate files of a job, in folders that it made itself and deletes at its end",
                 "remove it, then run the same command again; or another folder",
             )
+    with explained_write_errors(path, consequence=_UNFINISHED, other_name="another folder (--out)"):
+        make_folder(path)
     with explained_write_errors(
         path,
-        consequence="the job is not finished",
+        consequence=_UNFINISHED,
         other_name="rename the file or folder of the inputs with that name, then run the same command again",
     ):
-        make_folder(path)
         lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
         try:
             found = _content(job) if job.exists() else wanted
