@@ -387,6 +387,23 @@ def test_an_input_without_a_name(desk: Desk, command: tuple[str, ...]) -> None:
     assert not (desk.folder / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(("data", verb, "a.jsonl") for verb in ("clean", "dedup", "columns", "labels", "balance")),
+        ("data", "leak", "a.jsonl", "b.jsonl"),
+        ("data", "split", "a.jsonl", "--part", "x=1"),
+        ("data", "relabel", "a.jsonl", "--marks", "marks.json"),
+        ("tune", "batch"),
+    ],
+)
+def test_a_folder_of_results_without_a_name(desk: Desk, command: tuple[str, ...]) -> None:
+    before = sorted(desk.folder.iterdir())
+    refused = desk.here(*command, "--out", "")
+    assert (refused.code, "--out without a name, ''" in refused.err) == (2, True)
+    assert sorted(desk.folder.iterdir()) == before
+
+
 def test_a_run_over_results_that_were_cut(desk: Desk) -> None:
     write(desk.folder, "a.jsonl", TEXT, TEXT, "one two three", "four five six")
     assert desk.here("data", "dedup", "a.jsonl", "--out", "unique", "--exact").code == 0

@@ -263,6 +263,16 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         dedup([folder], other)
     with pytest.raises(ConfigError, match="is no folder"):
         dedup([folder], other / "mine")
+    with pytest.raises(ConfigError, match=rf"^--out {tmp_path}, which overlaps the input {folder}\n"):
+        dedup([folder], tmp_path)
+    (other / "link").symlink_to("nothing")
+    with pytest.raises(ConfigError, match="which is a link to no folder"):
+        dedup([folder], other / "link")
+    (other / "loop").symlink_to("loop")
+    for name in ("mine/x", "k" * 300, "loop/x"):
+        with pytest.raises(ConfigError, match=r"which cannot be written: (.*\n)*  try:  another folder \(--out\)"):
+            dedup([folder], other / name)
+    assert sorted(os.listdir(other)) == ["link", "loop", "mine"]
     assert sorted(os.listdir(tmp_path)) == ["other", "texts"]
 
 

@@ -25,6 +25,7 @@ from kills import Ended, Killer
 from pictures import edits, jpeg, photograph, write_photographs
 
 from unisono.data.convert.pack import pack_images
+from unisono.data.per_file_arrays import write_array
 from unisono.quality.columns.series import new_array
 from unisono.quality.labels.label_errors import find_label_errors
 
@@ -268,6 +269,41 @@ def test_a_limit_of_the_size_of_files(killer: Killer, tmp_path: Path, case: Case
     for limit in (0, 200, largest // 2, largest - 1):
         job.require_refused("EFBIG, File too large", max_file_bytes=limit)
         job.require_goes_on()
+
+
+def test_results_that_are_lost(killer: Killer, tmp_path: Path, case: Case) -> None:
+    """The same command says which, and leaves the rest as it is."""
+    job = Job(killer, tmp_path, case)
+    assert job.run().code == job.ended.code
+    for name in sorted(
+        {name.split("/")[0] for name in job.whole} - {"job.json", "report.json", "data", "data_sizes.json"}
+    ):
+        (job.out / name).rename(tmp_path / "lost")
+        before, ended = tree(job.out), job.run()
+        (problem,) = json.loads(ended.out)["problems"]
+        assert (ended.code, problem["given"]) == (2, f"out, where results of the job are missing: {name}"), ended
+        assert tree(job.out) == before
+        (tmp_path / "lost").rename(job.out / name)
+    assert job.run().code == job.ended.code
+
+
+def many_labels(folder: Path) -> None:
+    write_rows(folder / "a.jsonl", [{"label": "ab"[number % 2]} for number in range(3000)])
+
+
+def test_arrays_of_several_pages_without_room(killer: Killer, tmp_path: Path) -> None:
+    """A reason also where ``numpy.save`` has none."""
+    job = Job(killer, tmp_path, Case(many_labels, "balance a.jsonl --label label", "_balance"))
+    for limit in (8192, 20000):
+        job.require_refused("EFBIG, File too large", max_file_bytes=limit)
+        job.require_goes_on()
+
+
+@pytest.mark.parametrize("array", [np.arange(3000), np.zeros(0, np.uint64), np.arange(20.0)[::3]])
+def test_an_array_is_written_as_numpy_writes_it(tmp_path: Path, array: Any) -> None:
+    np.save(tmp_path / "theirs.npy", array)
+    write_array(tmp_path / "ours.npy", array)
+    assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "theirs.npy").read_bytes()
 
 
 @pytest.fixture

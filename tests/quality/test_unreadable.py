@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -158,14 +159,58 @@ def test_a_job_that_is_done_without_faults_is_done(tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == before
 
 
-def test_a_folder_of_another_job_stays_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_job_of_other_settings_without_results_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bool
+) -> None:
+    lines = [{"text": f"a {number}"} for number in range(5)]
+    source, recipe = write(tmp_path / "a.jsonl", *lines, "no JSON"), only_dedup(EXACT)
+    options: dict[str, Any] = {"skips_unreadable": True, "index_only": True, "workers": 0}
+    whole = clean([source], tmp_path / "whole" / "out", recipe, **options)
+    with pytest.raises(DataError):
+        clean([source], tmp_path / "out", recipe)
+    if damaged:
+        (tmp_path / "out" / "job.json").write_text("[")
+    (tmp_path / "out" / "work" / "sketches" / "left").touch()
+    with caplog.at_level(logging.WARNING):
+        assert clean([source], tmp_path / "out", recipe, **options) == whole
+    assert "had other inputs or settings and no results yet: it begins anew" in caplog.text
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole" / "out")
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "kept", "report.json"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_with_other_files_is_not_begun_anew(tmp_path: Path, name: str, damaged: bool) -> None:
     source = write(tmp_path / "a.jsonl", {"text": "a"}, "no JSON")
     with pytest.raises(DataError):
         clean([source], tmp_path / "out", only_dedup(EXACT))
+    (tmp_path / "out" / name).touch()
+    if damaged:
+        (tmp_path / "out" / "job.json").write_text("[")
     before = tree(tmp_path / "out")
-    with pytest.raises(ConfigError, match="results of other inputs or settings"):
+    reason = "job.json, which is damaged" if damaged else "results of other inputs or settings"
+    with pytest.raises(ConfigError, match=reason):
         clean([source], tmp_path / "out", only_dedup(EXACT), skips_unreadable=True, index_only=True)
     assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("name", ["work", "work/sketches", "work/new", "work/old"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_intermediate_files_stay_in_the_folder(tmp_path: Path, name: str, is_link: bool) -> None:
+    source = write(tmp_path / "a.jsonl", {"text": "a"}, "no JSON")
+    with pytest.raises(DataError):
+        clean([source], tmp_path / "out", only_dedup(EXACT))
+    place = tmp_path / "out" / name
+    place.rename(tmp_path / "elsewhere")
+    if is_link:
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.touch()
+    before = tree(tmp_path)
+    for options in (only_dedup(EXACT), only_dedup(DuplicateOptions(near=0.5))):
+        with pytest.raises(ConfigError, match=f"{name}, which is {'a link' if is_link else 'no folder'}"):
+            clean([source], tmp_path / "out", options, skips_unreadable=True)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jpg"])

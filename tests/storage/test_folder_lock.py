@@ -134,9 +134,11 @@ def test_a_record_is_not_believed(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run.lock").symlink_to("mine")
-    with pytest.raises(OSError, match="symbolic links"):
-        lock(tmp_path / "run.lock")
+    assert refusal(tmp_path / "run.lock").startswith(f"{tmp_path}/run.lock, which is a link\n")
     assert (tmp_path / "mine").read_text() == "mine"
+    (tmp_path / "run.lock").unlink()
+    os.mkfifo(tmp_path / "run.lock")
+    assert refusal(tmp_path / "run.lock").startswith(f"{tmp_path}/run.lock, which is no regular file\n")
 
 
 def test_a_lock_that_counts_on_its_own_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ def test_a_torn_file_that_is_no_journal(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match="which cannot be read: it is no journal"):
         study(tmp_path)
     assert (tmp_path / JOURNAL_FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", [JOURNAL_FILE, ".journal.lock"])
+def test_a_link_or_a_pipe_in_place_of_a_file_of_the_search(tmp_path: Path, name: str) -> None:
+    finished(tmp_path / "search")
+    place = tmp_path / "search" / name
+    place.rename(tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{name}, which .*is a link"):
+        study(tmp_path / "search")
+    assert (tmp_path / "elsewhere").read_bytes() == before
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(ConfigError, match=rf"{name}, which .*is no regular file"):
+        study(tmp_path / "search")
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"op_code":0,"worker_id":"a'])

@@ -91,6 +91,13 @@ def record(tmp_path: Path) -> TrialRecord:
 
 
 def test_the_best_file_has_the_wide_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"trials/0002/config\.toml, the configuration of the best trial, which is missing"
+    ):
+        write_best(tmp_path / "best.toml", record(tmp_path), {})
+    assert not (tmp_path / "best.toml").exists()
+    (tmp_path / "trials" / "0002").mkdir(parents=True)
+    (tmp_path / "trials" / "0002" / "config.toml").touch()
     write_best(tmp_path / "best.toml", record(tmp_path), width_transfer(SETTINGS, 64).full)
     settings: dict[str, Any] = tomllib.loads((tmp_path / "best.toml").read_text())
     sizes = {"dim": 256, "num_heads": 16, "num_kv_heads": 8, "ffn_dim": 768, "mup_base_dim": 64}

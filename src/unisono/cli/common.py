@@ -50,6 +50,21 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class OutPath(click.Path):
+    """The folder for results. Without a name, as an empty variable of a shell gives it, it would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if value == "":
+            raise ConfigError(
+                given="--out without a name, ''",
+                rule="results are written into a folder",
+                consequence="nothing was written",
+                nearest="the path of a new folder",
+            )
+        return super().convert(value, param, ctx)
+
+
 def common_options(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import OutPath, common_options, print_result
 from unisono.cli.data_common import (
     IMAGE_NEAR,
     InputPath,
@@ -33,7 +33,7 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 @click.option(
     "--label", metavar="FIELD", help="Field of the labels (default: the folder of files, the class of image records)."
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option("--out", required=True, type=OutPath(path_type=Path), help="A new folder for the results.")
 @click.option(
     "--losses",
     type=click.Path(path_type=Path),
@@ -131,7 +131,7 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     type=click.Path(path_type=Path),
     help="The file that the page of unisono data labels saved.",
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option("--out", required=True, type=OutPath(path_type=Path), help="A new folder for the results.")
 @worker_options
 @common_options
 def relabel_documents(

@@ -5,6 +5,7 @@ A NAME is a file's path relative to the folder that all files lie in, so the dat
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError
 from unisono.sanitize import quoted
-from unisono.storage.files import require_regular
+from unisono.storage.files import require_regular, write_atomically
 
 FILES_JSON: Final = "files.json"
 _MAX_NAME_BYTES: Final = 230  # of a file; with .npy and the end of a temporary name 255, which file systems take
@@ -108,6 +109,17 @@ def find_entry(
     if same is None:
         raise changed()
     return same
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    """Write a ``.npy`` file so that ``path`` holds either its old content or all of the new.
+
+    Raises:
+        OSError: It cannot be written. ``numpy.save`` raises one without an ``errno`` where a disk is full.
+    """
+    array, header = np.ascontiguousarray(array), io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    write_atomically(path, header.getbuffer(), array.data)
 
 
 def read_array(path: Path, kinds: str) -> NDArray[Any]:

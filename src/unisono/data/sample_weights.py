@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.per_file_arrays import FILES_JSON, find_entry, read_array
+from unisono.data.per_file_arrays import FILES_JSON, find_entry, read_array, write_array
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
 from unisono.storage.directory import make_folder
-from unisono.storage.files import look_up, new_file, write_atomically
+from unisono.storage.files import look_up, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
 WEIGHTS_FOLDER: Final = "weights"
@@ -80,8 +80,7 @@ def write_sample_weights(folder: Path, files: Sequence[WeightedFile], weights: I
     for file, values in zip(files, weights, strict=True):
         place = folder / WEIGHTS_FOLDER / f"{file.name}.npy"
         make_folder(place.parent)
-        with new_file(place) as array:
-            np.save(array, values.astype(np.float64))
+        write_array(place, values.astype(np.float64))
     write_atomically(folder / WEIGHTS_FOLDER / FILES_JSON, msgspec.json.encode(files))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
@@ -18,6 +19,7 @@ from unisono.data.per_file_arrays import FILES_JSON
 from unisono.data.result_files import DATA_FOLDER, require_whole_results, write_data_sizes
 from unisono.errors import ConfigError, Problem
 from unisono.quality.refused import refused
+from unisono.sanitize import listed
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, write_atomically
 from unisono.storage.folder_lock import FolderLock
@@ -27,9 +29,13 @@ from unisono.storage.write_errors import explained_write_errors
 
 T = TypeVar("T")
 DROPPED_FILE: Final = "dropped.jsonl"  # documents or rows that are not in the results, and why
+_LOG: Final = logging.getLogger("unisono")
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
+_FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
+_UNFINISHED: Final = "the job is not finished"
+_RESULTS: Final = "results"  # in the report, the names of what is in the folder besides
 _SKIPS: Final = "skips_unreadable"
 
 
@@ -44,9 +50,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.sketches = path / _WORK / "sketches"
-        self.new = path / _WORK / "new"
-        self._old = path / _WORK / "old"
+        self.sketches, self.new, self._old = (path / _WORK / name for name in _FOLDERS_OF_WORK)
         self.is_done = (path / REPORT_FILE).exists()
         for name in (REPORT_FILE, _JOB_FILE):  # a job that was killed while it wrote them
             for left in path.glob(f"{name}.tmp-*"):
@@ -64,28 +68,39 @@ class JobFolder:
 
         Raises:
             ConfigError: The report is damaged.
-            DataError: Files of ``data/``, here or in a part of a split, are missing or have another size.
+            DataError: Results are missing, or files of ``data/``, here or in a part of a split, have another size.
         """
         path = self._path / REPORT_FILE
         require_whole_results([self._path, *_with_data(self._path)])
         try:
-            return msgspec.convert({**read_json(path), **others}, kind)
+            report = read_json(path)
+            result = msgspec.convert({**report, **others}, kind)
+            names = msgspec.convert(report.get(_RESULTS, []), list[str])  # reports of earlier versions have none
         except (LimitError, ValueError, OSError, TypeError) as error:
             raise _refused(
                 f"{path}, which is no report: {error}", "a folder holds the results of one job", "another folder"
             ) from error
+        if lost := [name for name in names if not (self._path / name).exists()]:
+            raise refused(
+                f"{self._path}, where results of the job are missing: {listed(lost)}",
+                "a job that is done is not done again",
+                "a copy of what is missing; or the same command with another folder",
+            )
+        return result
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Move the results from ``new`` into the folder, with a list of the files in ``data/``, write the report, which says that
-        the job is done, and delete the intermediate files."""
+        the job is done and what its results are, and delete the intermediate files."""
         for folder in _with_data(self.new):
             write_data_sizes(folder)
-        for entry in sorted(self.new.iterdir()):
+        results = sorted(self.new.iterdir())
+        for entry in results:
             place = self._path / entry.name
             if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files
                 place.rename(self._old / entry.name)
             entry.rename(place)
-        write_atomically(self._path / REPORT_FILE, as_json(report, indent=1) + b"\n")
+        listing = {_RESULTS: [entry.name for entry in results]}
+        write_atomically(self._path / REPORT_FILE, as_json({**report, **listing}, indent=1) + b"\n")
         shutil.rmtree(self._path / _WORK)
 
 
@@ -102,42 +117,54 @@ def open_job(
         skips_unreadable: Whether unreadable documents are dropped. A job that stopped at one may be continued with True.
 
     Raises:
-        ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
-            cannot be written.
+        ConfigError: It holds other files, links, or results of a job with another identity; another process works in it; or it
+            cannot be written. A job with another identity that has no results yet is begun anew.
     """
     for source in inputs:
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
             raise _refused(
-                f"{path} for what is read from {source}",
+                f"--out {path}, which overlaps the input {source}",
                 "the output folder and the inputs do not contain each other",
                 "a folder outside of the inputs",
             )
-    if path.exists() and not path.is_dir():
-        raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        kind = "a link to no folder" if path.is_symlink() else "no folder"
+        raise _refused(f"{path}, which is {kind}", "results are written into a new folder", "another name")
     wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
     job = path / _JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
-    if (
-        not job.exists()
-        and path.exists()
-        and any(name != _LOCK_FILE and _JOB_FILE not in name for name in os.listdir(path))
-    ):
+    if os.path.isdir(path) and not job.exists() and not _has_only(path, _LOCK_FILE):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
+    for name in ("", *_FOLDERS_OF_WORK):
+        folder = path / _WORK / name
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+            raise _refused(
+                f"{folder}, which is {'a link' if folder.is_symlink() else 'no folder'}",
+                f"{_WORK}/ has the intermediate files of a job, in folders that it made itself and deletes at its end",
+                "remove it, then run the same command again; or another folder",
+            )
+    with explained_write_errors(path, consequence=_UNFINISHED, other_name="another folder (--out)"):
+        make_folder(path)
     with explained_write_errors(
         path,
-        consequence="the job is not finished",
+        consequence=_UNFINISHED,
         other_name="rename the file or folder of the inputs with that name, then run the same command again",
     ):
-        make_folder(path)
         lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
         try:
             found = _content(job) if job.exists() else wanted
             if found != wanted and found != {**wanted, _SKIPS: False}:
-                raise _refused(
-                    f"{path}, which has results of other inputs or settings",
-                    "a folder holds the results of one job; the same job goes on there",
-                    "the inputs and settings as they were, or another folder",
-                )
+                if not _has_only(path, _LOCK_FILE, _WORK):
+                    raise _refused(
+                        f"{path}, which has results of other inputs or settings"
+                        if found is not None
+                        else f"{job}, which is damaged: it does not say which job the results are of",
+                        "a folder holds the results of one job; the same job goes on there",
+                        "the inputs and settings as they were, or another folder",
+                    )
+                _LOG.warning("%s: the job there had other inputs or settings and no results yet: it begins anew", path)
+                if (path / _WORK).exists():
+                    shutil.rmtree(path / _WORK)  # before the file that says whose it is
             if not job.exists() or (found != wanted and not (path / REPORT_FILE).exists()):
                 write_atomically(job, json.dumps(wanted, sort_keys=True).encode() + b"\n")
             yield JobFolder(path)
@@ -177,6 +204,11 @@ def _with_data(folder: Path) -> list[Path]:
 
 def _parts(folder: Path) -> list[Path]:
     return sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
+
+
+def _has_only(folder: Path, *names: str) -> bool:
+    """Whether a folder holds nothing but these names and the file that says which job it is of, also under a temporary name."""
+    return all(name in names or name.partition(".tmp-")[0] == _JOB_FILE for name in os.listdir(folder))
 
 
 def _content(path: Path) -> Any:

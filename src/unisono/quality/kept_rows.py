@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.data.kept_rows import KEPT_FOLDER, KeptFile, write_kept_files
-from unisono.data.per_file_arrays import stamp_of
+from unisono.data.per_file_arrays import stamp_of, write_array
 from unisono.data.result_files import DATA_FOLDER
 from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
@@ -82,8 +82,7 @@ def write_kept(
     new_texts = _NewTexts(changed, advance)
     for number, (file, end, count) in enumerate(zip(documents.files, np.cumsum(counts), counts, strict=True)):
         kept = is_kept[end - count : end]
-        with new_file(_place(folder / KEPT_FOLDER / f"{file.name}.npy")) as index:
-            np.save(index, np.flatnonzero(kept).astype(np.int64))
+        write_array(_place(folder / KEPT_FOLDER / f"{file.name}.npy"), np.flatnonzero(kept).astype(np.int64))
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
             target = _place(folder / DATA_FOLDER / new_names.get(number, file.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -119,8 +119,8 @@ def find_leaks(
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"
         job = stack.enter_context(open_job(folder, identity, paths, skips_unreadable=skips_unreadable))
         if job.is_done:
-            pairs = map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())
-            return job.result(LeakResult, pairs=list(pairs))
+            result = job.result(LeakResult, pairs=())
+            return replace(result, pairs=tuple(map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())))
         sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
         documents.require_unchanged()
         faults = unreadable_documents(documents, sketches, drops=skips_unreadable)

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 import time
 import weakref
@@ -44,12 +45,13 @@ class FolderLock:
         heartbeat: Whether a thread changes the file. Without, only locks of the file system count, where there are any.
 
     Raises:
-        ConfigError: Another process, or this one, has it.
+        ConfigError: Another process, or this one, has it; or ``path`` is a link or no regular file.
         OSError: The file cannot be opened for writing.
     """
 
     def __init__(self, path: Path, *, work: str, nearest: str, heartbeat: bool = True) -> None:
         self._stop = threading.Event()
+        require_lock_file(path)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
         try:
             has_locks = self._try_lock()
@@ -124,6 +126,17 @@ def is_abandoned(path: Path) -> bool:
         return bool(_record(fd)) and time.time() - os.fstat(fd).st_mtime >= _STALE_S
     finally:
         os.close(fd)
+
+
+def require_lock_file(path: Path) -> None:
+    """Raise ConfigError where something is at ``path`` that is no regular file, and so not a lock."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(
+            given=f"{path}, which is {'a link' if path.is_symlink() else 'no regular file'}",
+            rule="a process that works in a folder locks this file, which it makes itself",
+            consequence="nothing was started",
+            nearest="remove it, then run the same command again; or another folder",
+        )
 
 
 def _forget_all() -> None:

@@ -13,7 +13,7 @@ from unisono.errors import ConfigError
 from unisono.storage.files import NO_ROOM, is_inside, os_reason
 
 _ONLY_OF_WRITES: Final = NO_ROOM | {errno.EROFS}
-_OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+_OF_NAMES: Final = (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @contextmanager

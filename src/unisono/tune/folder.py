@@ -12,6 +12,7 @@ import msgspec
 
 from unisono.errors import ConfigError
 from unisono.storage.files import file_lock, write_atomically
+from unisono.storage.folder_lock import require_lock_file
 from unisono.storage.ownership import read_own_json
 
 
@@ -90,9 +91,10 @@ def exclusive_lock(path: Path) -> Generator[None]:
     """Hold an exclusive lock on a file of a folder in which several processes work. It ends with the process.
 
     Raises:
-        ConfigError: The file system has no locks.
+        ConfigError: The file system has no locks, or the file is a link or no regular file.
         OSError: The file cannot be opened for writing.
     """
+    require_lock_file(path)
     with file_lock(path) as is_locked:
         if not is_locked:
             raise ConfigError(

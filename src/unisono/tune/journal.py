@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +26,13 @@ def drop_torn_line(journal: Path) -> None:
     """Drop the last line where a killed process or a full disk left it without an end.
 
     Raises:
-        ConfigError: The file is not Optuna's; it is left as it is.
+        ConfigError: The file is not Optuna's, or a link; it is left as it is.
     """
-    try:
-        fd = os.open(journal, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not os.path.lexists(journal):
         return
+    if not stat.S_ISREG(journal.lstat().st_mode):
+        raise damaged(journal, "it is a link" if journal.is_symlink() else "it is no regular file")
+    fd = os.open(journal, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb+") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return

@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 from unisono.data.loading.subprocess_map import subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
+from unisono.data.per_file_arrays import write_array
 from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
 from unisono.quality.cleaning.languages import MAX_CODE
@@ -34,7 +35,7 @@ from unisono.quality.file_meter import ByteCount
 from unisono.quality.options import MASK_KINDS, CleanRecipe, DuplicateOptions
 from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import shorten
-from unisono.storage.files import file_digest, new_file, opener, write_atomically
+from unisono.storage.files import file_digest, opener, write_atomically
 
 CHUNK_DOCUMENTS: Final = 4096
 CHUNK_BYTES: Final = 16 << 20
@@ -234,8 +235,7 @@ def sketch_all(
     chunks = list(_finished(folder))
     number = sum(chunk.documents for chunk in chunks)
     hashes = folder / _BENCHMARK_HASHES
-    with new_file(hashes) as file:
-        np.save(file, _NO_HASHES if benchmark_hashes is None else benchmark_hashes)
+    write_array(hashes, _NO_HASHES if benchmark_hashes is None else benchmark_hashes)
     read, told = ByteCount(), chunks[-1].end_bytes if chunks else 0
     progress.begin("reading", documents.total_bytes, "bytes", done=told)
     batches = _batches(islice(documents.read(read.add), number, None), read)
