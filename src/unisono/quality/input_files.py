@@ -14,11 +14,9 @@ from typing import Final
 from unisono.data.convert.file_kind import INDEX_SUFFIXES, kind_of_name, targets_of
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import files_of, read_formats
-from unisono.data.result_files import require_whole_results
+from unisono.data.result_files import data_of_results, require_whole_results
 from unisono.data.sources.arrow_folder import is_arrow_folder
-from unisono.data.tokens.corpus import Corpus, SourceFile, find_corpus
-from unisono.errors import DataError
-from unisono.quality.job_folder import data_of_results
+from unisono.data.tokens.corpus import Corpus, SourceFile, corpus_at
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
@@ -85,6 +83,12 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
             )
         if _STREAM.fullmatch(str(_absolute(found))):
             raise refused(f"{path}, a stream", "the name of a file says what it holds", "the path of the file")
+        if not os.path.isfile(found) and not os.path.isdir(found):
+            raise refused(
+                f"{path}, which is neither a folder nor a regular file",
+                "documents are in tables, in files of text or images, or in folders of these",
+                "a file with its content",
+            )
         found = data_of_results(found)
         within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
         of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
@@ -112,12 +116,7 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             "documents are in tables, in files of text or images, or in folders of these",
             "a table of it: in Python datasets.load_from_disk(FOLDER).to_parquet('NAME.parquet'), of each split by itself",
         )
-    try:
-        corpus = find_corpus(str(folder))
-    except DataError:
-        if not any(path.is_file() for path in folder.rglob("*")):
-            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
-        raise
+    corpus = corpus_at(folder)
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
     images = [file for file in corpus.files if is_image_name(file.path)]
     if tables and images:
@@ -159,7 +158,7 @@ def _places(path: Path, files: Sequence[InputFile]) -> Iterator[str]:
 def _of_file(path: Path, common: str) -> Iterator[InputFile]:
     is_table = kind_of_name(path) in _KINDS
     for file in files_of(path) if is_table else [path]:
-        corpus = find_corpus(str(file))
+        corpus = corpus_at(file)
         yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
 
 
