@@ -164,6 +164,37 @@ def test_pipes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "nearest"),
+    [
+        ("a.jsonl.gz", "a compressed file", "gunzip -k {}"),
+        ("a.JSONL.ZST", "a compressed file", "unzstd {}"),
+        ("a.zip", "a compressed file", "unzip {}"),
+        ("a.npy", "a binary file", "its rows as .jsonl, .csv or .parquet, or its text as .txt"),
+    ],
+)
+def test_compressed_and_binary_files(
+    tmp_path: Path, name: str, given: str, nearest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        list_files([path])
+    assert str(caught.value) == (
+        f"{path}, {given}\n"
+        "  rule: a file is read as it is: a table (.jsonl, .csv, .parquet, …), an image, or plain text\n"
+        "  so:   nothing was written\n"
+        f"  try:  {nearest.format(path)}"
+    )
+    with pytest.raises(DataError, match=r"which has only 1 compressed or binary file\(s\), which are left out: a\."):
+        list_files([path.parent])
+    (path.parent / "b.txt").write_text("text")
+    assert named(path.parent) == ["b.txt"]
+    assert f"{path.parent}: it has 1 compressed or binary file(s), which are left out: {name}" in caplog.text
+    assert len(caplog.records) == 1
+
+
 def test_a_stream_is_no_file(tmp_path: Path) -> None:
     """Its name has no suffix, so rows of a table would be read as prose."""
     path = table(tmp_path / "a.jsonl", "one")
