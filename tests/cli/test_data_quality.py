@@ -372,7 +372,7 @@ def test_files_of_a_folder_that_are_left_out(desk: Desk, caplog: pytest.LogCaptu
     assert "1 files that are no tables are left out, such as 'notes.txt'" in caplog.text
     (desk.folder / "empty").mkdir()
     empty = desk.here("data", "dedup", "empty", "--out", "other")
-    assert (empty.code, "empty, which has no files" in empty.err) == (2, True)
+    assert (empty.code, "empty holds no files" in empty.err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -135,14 +135,15 @@ def exchange(tmp_path: Path) -> Callable[[], None]:
 
 def listed_then(module: object, change: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call ``change`` between the listing of a corpus and its reading by ``module``."""
-    find = module.find_corpus  # type: ignore[attr-defined]
+    name = "corpus_at" if hasattr(module, "corpus_at") else "find_corpus"
+    find = getattr(module, name)
 
-    def found_then_changed(name: str):  # type: ignore[no-untyped-def]
-        listed = find(name)
+    def found_then_changed(path: str | Path):  # type: ignore[no-untyped-def]
+        listed = find(path)
         change()
         return listed
 
-    monkeypatch.setattr(module, "find_corpus", found_then_changed)
+    monkeypatch.setattr(module, name, found_then_changed)
 
 
 def test_a_folder_that_becomes_a_link_after_the_listing_is_not_read(

@@ -131,6 +131,70 @@ def test_a_path_and_a_link_to_it_are_the_same_files(tmp_path: Path) -> None:
     assert named(tmp_path / "link") == ["a.jsonl"]
 
 
+def test_a_folder_named_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``stdlib`` is a setting of a run, and as a path the folder of that name."""
+    table(tmp_path / "stdlib" / "a.jsonl", "one")
+    monkeypatch.chdir(tmp_path)
+    assert named(Path("stdlib")) == ["a.jsonl"]
+    (tmp_path / "stdlib" / "a.jsonl").rename(tmp_path / "a.jsonl")
+    (tmp_path / "stdlib").rmdir()
+    table(tmp_path / "in.jsonl", "one").rename(tmp_path / "stdlib")
+    assert [file.path.name for file in list_files([Path("stdlib")])[0]] == ["stdlib"]
+
+
+def test_pipes(tmp_path: Path) -> None:
+    """By name, and in a folder that has no other files; nothing is said of training or a corpus."""
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "p.jsonl")
+    with pytest.raises(DataError) as caught:
+        list_files([tmp_path / "in" / "p.jsonl"])
+    assert str(caught.value) == (
+        f"{tmp_path}/in/p.jsonl, which is neither a folder nor a regular file\n"
+        "  rule: documents are in tables, in files of text or images, or in folders of these\n"
+        "  so:   nothing was written\n"
+        "  try:  a file with its content"
+    )
+    with pytest.raises(DataError) as caught:
+        list_files([tmp_path / "in"])
+    assert str(caught.value) == (
+        f"{tmp_path}/in/p.jsonl cannot be read: it is not a regular file\n"
+        "  rule: every file of a folder of data is readable, regular, and named in UTF-8\n"
+        "  so:   nothing was read; no file is left out silently\n"
+        "  try:  repair or remove it, or another folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "nearest"),
+    [
+        ("a.jsonl.gz", "a compressed file", "gunzip -k {}"),
+        ("a.JSONL.ZST", "a compressed file", "unzstd {}"),
+        ("a.zip", "a compressed file", "unzip {}"),
+        ("a.npy", "a binary file", "its rows as .jsonl, .csv or .parquet, or its text as .txt"),
+    ],
+)
+def test_compressed_and_binary_files(
+    tmp_path: Path, name: str, given: str, nearest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        list_files([path])
+    assert str(caught.value) == (
+        f"{path}, {given}\n"
+        "  rule: a file is read as it is: a table (.jsonl, .csv, .parquet, …), an image, or plain text\n"
+        "  so:   nothing was written\n"
+        f"  try:  {nearest.format(path)}"
+    )
+    with pytest.raises(DataError, match=r"which has only 1 compressed or binary file\(s\), which are left out: a\."):
+        list_files([path.parent])
+    (path.parent / "b.txt").write_text("text")
+    assert named(path.parent) == ["b.txt"]
+    assert f"{path.parent}: it has 1 compressed or binary file(s), which are left out: {name}" in caplog.text
+    assert len(caplog.records) == 1
+
+
 def test_a_stream_is_no_file(tmp_path: Path) -> None:
     """Its name has no suffix, so rows of a table would be read as prose."""
     path = table(tmp_path / "a.jsonl", "one")

@@ -365,11 +365,19 @@ def test_names_whose_rows_have_no_place(tmp_path: Path, files: tuple[str, ...], 
     assert not (tmp_path / "out").exists()
 
 
+def test_kept_lines_keep_values_that_no_row_holds(tmp_path: Path) -> None:
+    lines = [f'{{"text": "{text}", "meta": {{"a": [1, null]}}}}\n' for text in ("one", "one", "two")]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    clean([tmp_path / "a.jsonl"], tmp_path / "out", EXACT, index_only=True)
+    convert(tmp_path / "a.jsonl", tmp_path / "b.jsonl", kept_rows=tmp_path / "out")
+    assert (tmp_path / "b.jsonl").read_text() == lines[0] + lines[2]
+
+
 def test_names_beside_the_index_have_places(tmp_path: Path) -> None:
-    for number, name in enumerate(("files.json", "sub/files.json", "x.npy", "sub/files.json.npy", "k" * 230)):
+    for number, name in enumerate(("files.json", "sub/files.json", "x.npy.txt", "k" * 230)):
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(f"text {number}")
-    assert clean([tmp_path / "texts"], tmp_path / "out", EXACT).kept == 5
+    assert clean([tmp_path / "texts"], tmp_path / "out", EXACT).kept == 4
 
 
 @pytest.mark.parametrize("name", ["k" * 300, "a", "a/b"])

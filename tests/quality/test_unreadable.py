@@ -260,14 +260,26 @@ def test_csv_that_is_no_table(tmp_path: Path, content: str, given: str, nearest:
         assert nearest in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["x.tsv", "x.json", "x.ndjson"])
-def test_tables_of_other_formats_are_text(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("x.tsv", "write it as .csv, with commas between the columns"),
+        ("x.json", "write it as .jsonl, with one object on each line"),
+        ("x.ndjson", "name it .jsonl"),
+    ],
+)
+def test_tables_of_other_formats_are_text(
+    tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / name).write_text("a\tb\n")
     for source in (tmp_path / "files", tmp_path / "files" / name):
         caplog.clear()
         assert clean([source], tmp_path / f"of-{source.name}", only_dedup(EXACT)).documents == 1
-        assert f"{name} is read as one document of text; tables are .jsonl, .csv, .parquet" in caplog.text
+        assert (
+            f"{name} is read as one document of text; tables are .jsonl, .csv, .parquet: to read its rows, {how}"
+            in caplog.text
+        )
     caplog.clear()
     (tmp_path / "files" / name).rename(tmp_path / "files" / "x.txt")
     clean([tmp_path / "files"], tmp_path / "text", only_dedup(EXACT))

@@ -144,8 +144,8 @@ def source_of(source: Path, verb: str, rest: str, *, is_table: bool) -> Path:
         DataError: The folder has results without data, or several tables.
     """
     from unisono.data.convert.table_files import files_of
+    from unisono.data.result_files import data_of_results
     from unisono.quality.input_files import WHOLE_FILE, list_files
-    from unisono.quality.job_folder import data_of_results
     from unisono.sanitize import listed, quoted
 
     if not os.path.isdir(source):

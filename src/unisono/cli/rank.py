@@ -19,7 +19,8 @@ from unisono.cli.common import LOG
 from unisono.config import Resolved
 from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.options import DataOptions
-from unisono.data.result_files import require_whole_results
+from unisono.data.recordio.remote_file import is_url
+from unisono.data.result_files import data_of_results, require_whole_results
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
@@ -129,7 +130,8 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 def _addresses(config: RunConfig) -> list[str]:
     """The files and folders that the run reads, and folders of the rows that it reads of them."""
     rows = config.data.kept_rows
-    return [*_data_addresses(config.data), *((rows,) if isinstance(rows, str) and rows else filter(None, rows))]
+    data = [each if is_url(each) else str(data_of_results(Path(each))) for each in _data_addresses(config.data)]
+    return [*data, *((rows,) if isinstance(rows, str) and rows else filter(None, rows))]
 
 
 def _data_addresses(data: DataOptions) -> list[str]:

@@ -16,12 +16,11 @@ from unisono.data.convert.file_kind import beside_target
 from unisono.data.kept_rows import KEPT_FOLDER
 from unisono.data.per_file_arrays import FILES_JSON
 from unisono.data.recordio.remote_file import is_url
-from unisono.data.result_files import DATA_FOLDER, require_whole_results
+from unisono.data.result_files import DATA_FOLDER, REPORT_FILE, require_whole_results
 from unisono.storage.files import look_up, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
 CLEANING_SUFFIX: Final = ".cleaning.json"
-REPORT_FILE: Final = "report.json"
 _FACTS: Final = ("recipe_hash", "documents", "kept", "dropped", "num_dropped", "masked", "inputs")
 _NAMED: Final = ("recipe_hash", "inputs")  # what a report has, if its data or what they were made of was cleaned
 

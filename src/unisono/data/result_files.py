@@ -1,4 +1,4 @@
-"""The files that a data job wrote into its ``data/``, by which one that was lost or cut afterwards is found.
+"""The folder of results of a data job: its ``data/``, which is what all that reads it reads, and files lost from it.
 
 ``data_sizes.json`` beside ``data/`` has the path of each file in it, with forward slashes, and its size in bytes. Indices are
 left out: they may be made anew.
@@ -16,6 +16,8 @@ from typing import Final
 import msgspec
 
 from unisono.data.convert.file_kind import INDEX_SUFFIXES
+from unisono.data.kept_rows import KEPT_FOLDER
+from unisono.data.per_file_arrays import FILES_JSON
 from unisono.errors import DataError
 from unisono.sanitize import quoted
 from unisono.storage.files import look_up, write_atomically
@@ -24,6 +26,41 @@ from unisono.storage.limits import LimitError, read_json
 
 DATA_FOLDER: Final = "data"  # of a job, with the data that it wrote
 DATA_SIZES: Final = "data_sizes.json"
+JOB_FILE: Final = "job.json"  # with what determines the results
+REPORT_FILE: Final = "report.json"  # the job is done
+
+
+def data_of_results(folder: Path) -> Path:
+    """The folder that is read of a folder of results: its ``data/``; any other folder, or a file, itself.
+
+    Raises:
+        DataError: It has only row indices, parts of a split, or a report.
+    """
+    has_rows = (folder / KEPT_FOLDER / FILES_JSON).is_file()
+    if not has_rows and not ((folder / JOB_FILE).is_file() and (folder / REPORT_FILE).is_file()):
+        return folder
+    if (folder / DATA_FOLDER).is_dir():
+        return folder / DATA_FOLDER
+    parts = parts_of_split(folder)
+    if has_rows:
+        nearest = (
+            f"the rows as a file: unisono data convert SOURCE NEW --kept-rows {folder}; "
+            f"in a run, data.train=SOURCE with data.kept_rows={folder}; or the data set itself"
+        )
+    else:
+        nearest = f"a part, as {parts[0]}" if parts else "the data set that the results are of"
+    raise DataError(
+        given=f"{folder}, a folder of results without {DATA_FOLDER}/"
+        + (", with row indices alone" if has_rows else ""),
+        rule=f"of a folder of results the documents in {DATA_FOLDER}/ are read",
+        consequence="nothing was read",
+        nearest=nearest,
+    )
+
+
+def parts_of_split(folder: Path) -> list[Path]:
+    """The parts in a folder of results of a split, in the order of their names; none in any other."""
+    return sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
 
 
 def write_data_sizes(folder: Path) -> None:

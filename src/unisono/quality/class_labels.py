@@ -14,11 +14,11 @@ from unisono.data.convert.formats.table import OtherFields, Row, describe_value
 from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import open_file
 from unisono.data.per_file_arrays import file_stamp
+from unisono.data.result_files import data_of_results
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.errors import DataError
 from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.input_files import WHOLE_FILE, is_image_name, list_files
-from unisono.quality.job_folder import data_of_results
 from unisono.quality.json_rows import NoValue
 from unisono.quality.refused import refused
 from unisono.quality.row_keys import class_of, image_class, keyed, row_keys

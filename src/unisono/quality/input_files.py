@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,21 +15,53 @@ from typing import Final
 from unisono.data.convert.file_kind import INDEX_SUFFIXES, kind_of_name, targets_of
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import files_of, read_formats
-from unisono.data.result_files import require_whole_results
+from unisono.data.result_files import data_of_results, require_whole_results
 from unisono.data.sources.arrow_folder import is_arrow_folder
-from unisono.data.tokens.corpus import Corpus, SourceFile, find_corpus
-from unisono.errors import DataError
-from unisono.quality.job_folder import data_of_results
+from unisono.data.tokens.corpus import Corpus, SourceFile, corpus_at
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 
 WHOLE_FILE: Final = "file"
 PARQUET: Final = ".parquet"
-_OTHER_TABLES: Final = (".tsv", ".tab", ".json", ".ndjson")  # which are read as text
+_OTHER_TABLES: Final = {  # which are read as text, and how their rows are read
+    ".tsv": "write it as .csv, with commas between the columns",
+    ".tab": "write it as .csv, with commas between the columns",
+    ".json": "write it as .jsonl, with one object on each line",
+    ".ndjson": "name it .jsonl",
+}
+_UNPACK: Final = {  # of compressed files, and the command that writes their content
+    ".gz": "gunzip -k",
+    ".tgz": "gunzip -k",
+    ".bz2": "bunzip2 -k",
+    ".xz": "unxz -k",
+    ".zst": "unzstd",
+    ".lz4": "lz4 -dk",
+    ".zip": "unzip",
+    ".7z": "7z x",
+}
+_BINARY: Final = frozenset(
+    {
+        ".arrow",
+        ".avro",
+        ".feather",
+        ".h5",
+        ".hdf5",
+        ".npy",
+        ".npz",
+        ".orc",
+        ".pdf",
+        ".pkl",
+        ".pt",
+        ".safetensors",
+        ".xls",
+    }
+    | {".docx", ".xlsx"}
+)
 _BESIDE_TABLES: Final = (*INDEX_SUFFIXES, ".lst", ".schema", ".classes.txt")  # which have no rows
 _STREAM: Final = re.compile(r"/dev/(stdin|fd/\d+)|/proc/[^/]+/fd/\d+")
 _LOG: Final = logging.getLogger("unisono")
+_READ: Final = "a file is read as it is: a table (.jsonl, .csv, .parquet, …), an image, or plain text"
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 
 
@@ -62,6 +95,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     Args:
         paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
             tables are taken, or the images; one without both is a folder of text files. Of one of results its ``data/`` is read.
+            A compressed or binary file is an error, and left out of a folder with a warning.
 
     Raises:
         DataError: A path is not there, or a folder has no files, or it has results without ``data/``, or without some of the
@@ -85,6 +119,12 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
             )
         if _STREAM.fullmatch(str(_absolute(found))):
             raise refused(f"{path}, a stream", "the name of a file says what it holds", "the path of the file")
+        if not os.path.isfile(found) and not os.path.isdir(found):
+            raise refused(
+                f"{path}, which is neither a folder nor a regular file",
+                "documents are in tables, in files of text or images, or in folders of these",
+                "a file with its content",
+            )
         found = data_of_results(found)
         within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
         of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
@@ -101,7 +141,12 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     require_whole_results(paths)
     if other := [file for file in files if file.corpus_entry is not None and file.path.suffix.lower() in _OTHER_TABLES]:
         more = f", and {len(other) - 1:,} files like it" if len(other) > 1 else ""
-        _LOG.warning("%s is read as one document of text%s; tables are .jsonl, .csv, .parquet", other[0].name, more)
+        _LOG.warning(
+            "%s is read as one document of text%s; tables are .jsonl, .csv, .parquet: to read its rows, %s",
+            other[0].name,
+            more,
+            _OTHER_TABLES[other[0].path.suffix.lower()],
+        )
     return tuple(files), tuple(files_of_path)
 
 
@@ -112,12 +157,7 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             "documents are in tables, in files of text or images, or in folders of these",
             "a table of it: in Python datasets.load_from_disk(FOLDER).to_parquet('NAME.parquet'), of each split by itself",
         )
-    try:
-        corpus = find_corpus(str(folder))
-    except DataError:
-        if not any(path.is_file() for path in folder.rglob("*")):
-            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
-        raise
+    corpus = corpus_at(folder)
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
     images = [file for file in corpus.files if is_image_name(file.path)]
     if tables and images:
@@ -126,10 +166,18 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             "a folder holds tables, or images, or files of text",
             f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
         )
-    chosen = tables or images or list(corpus.files)
+    texts = [file for file in corpus.files if not _is_no_text(file.path)]
+    if not tables and not images and len(texts) < len(corpus.files):
+        others = [file.path for file in corpus.files if _is_no_text(file.path)]
+        notice = f"{len(others):,} compressed or binary file(s), which are left out: {listed(others, 100)}"
+        if not texts:
+            raise refused(f"{folder}, which has only {notice}", _READ, _in_place_of(folder / others[0]))
+        _LOG.warning("%s: it has %s", folder, notice)
+    chosen = tables or images or texts
     read = {file.path for file in chosen}
     stems = {stem for file in tables for stem in _stems(file.path)}
-    if left_out := [file.path for file in corpus.files if file.path not in read and not _is_beside(file.path, stems)]:
+    left_out = [file.path for file in corpus.files if file.path not in read and not _is_beside(file.path, stems)]
+    if left_out and chosen is not texts:
         kind = "tables" if tables else "images"
         _LOG.warning(
             "%s: %d files that are no %s are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
@@ -158,9 +206,27 @@ def _places(path: Path, files: Sequence[InputFile]) -> Iterator[str]:
 
 def _of_file(path: Path, common: str) -> Iterator[InputFile]:
     is_table = kind_of_name(path) in _KINDS
+    if not is_table and _is_no_text(path):
+        kind = "compressed" if path.suffix.lower() in _UNPACK else "binary"
+        raise refused(f"{path}, a {kind} file", _READ, _in_place_of(path))
     for file in files_of(path) if is_table else [path]:
-        corpus = find_corpus(str(file))
+        corpus = corpus_at(file)
         yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
+
+
+def _is_no_text(path: str | Path) -> bool:
+    suffix = Path(path).suffix.lower()
+    return suffix in _UNPACK or suffix in _BINARY
+
+
+def _in_place_of(path: Path) -> str:
+    """What is read in place of a compressed or binary file."""
+    command = _UNPACK.get(path.suffix.lower())
+    return (
+        f"{command} {shlex.quote(str(path))}"
+        if command
+        else "its rows as .jsonl, .csv or .parquet, or its text as .txt"
+    )
 
 
 def is_image_name(name: str | Path) -> bool:

@@ -13,10 +13,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from unisono.data.cleaning_record import REPORT_FILE
 from unisono.data.kept_rows import KEPT_FOLDER
-from unisono.data.per_file_arrays import FILES_JSON
-from unisono.data.result_files import DATA_FOLDER, require_whole_results, write_data_sizes
+from unisono.data.result_files import (
+    DATA_FOLDER,
+    JOB_FILE,
+    REPORT_FILE,
+    parts_of_split,
+    require_whole_results,
+    write_data_sizes,
+)
 from unisono.errors import ConfigError, Problem
 from unisono.quality.refused import refused
 from unisono.sanitize import listed
@@ -30,7 +35,6 @@ from unisono.storage.write_errors import explained_write_errors
 T = TypeVar("T")
 DROPPED_FILE: Final = "dropped.jsonl"  # documents or rows that are not in the results, and why
 _LOG: Final = logging.getLogger("unisono")
-_JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
@@ -52,7 +56,7 @@ class JobFolder:
         self._path = path
         self.sketches, self.new, self._old = (path / _WORK / name for name in _FOLDERS_OF_WORK)
         self.is_done = (path / REPORT_FILE).exists()
-        for name in (REPORT_FILE, _JOB_FILE):  # a job that was killed while it wrote them
+        for name in (REPORT_FILE, JOB_FILE):  # a job that was killed while it wrote them
             for left in path.glob(f"{name}.tmp-*"):
                 left.unlink()
         if self.is_done:
@@ -131,7 +135,7 @@ def open_job(
         kind = "a link to no folder" if path.is_symlink() else "no folder"
         raise _refused(f"{path}, which is {kind}", "results are written into a new folder", "another name")
     wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
-    job = path / _JOB_FILE
+    job = path / JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
     if os.path.isdir(path) and not job.exists() and not _has_only(path, _LOCK_FILE):
         raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
@@ -172,43 +176,16 @@ def open_job(
             lock.close()
 
 
-def data_of_results(folder: Path) -> Path:
-    """The folder that is read of a folder of results: its ``data/``; any other folder itself.
-
-    Raises:
-        DataError: It has only row indices, parts of a split, or a report.
-    """
-    has_rows = (folder / KEPT_FOLDER / FILES_JSON).is_file()
-    if not has_rows and not ((folder / _JOB_FILE).is_file() and (folder / REPORT_FILE).is_file()):
-        return folder
-    if (folder / DATA_FOLDER).is_dir():
-        return folder / DATA_FOLDER
-    parts = _parts(folder)
-    if has_rows:
-        nearest = f"the rows as a file: unisono data convert SOURCE NEW --kept-rows {folder}; or the data set itself"
-    else:
-        nearest = f"a part, as {parts[0]}" if parts else "the data set that the results are of"
-    raise refused(
-        f"{folder}, a folder of results without {DATA_FOLDER}/" + (", with row indices alone" if has_rows else ""),
-        f"of a folder of results the documents in {DATA_FOLDER}/ are read",
-        nearest,
-    )
-
-
 def _with_data(folder: Path) -> list[Path]:
     """The folder of results itself if it has data or kept rows, else the parts of a split in it."""
     if (folder / DATA_FOLDER).is_dir() or (folder / KEPT_FOLDER).is_dir():
         return [folder]
-    return _parts(folder)
-
-
-def _parts(folder: Path) -> list[Path]:
-    return sorted(file.parent.parent for file in folder.glob(f"*/{KEPT_FOLDER}/{FILES_JSON}"))
+    return parts_of_split(folder)
 
 
 def _has_only(folder: Path, *names: str) -> bool:
     """Whether a folder holds nothing but these names and the file that says which job it is of, also under a temporary name."""
-    return all(name in names or name.partition(".tmp-")[0] == _JOB_FILE for name in os.listdir(folder))
+    return all(name in names or name.partition(".tmp-")[0] == JOB_FILE for name in os.listdir(folder))
 
 
 def _content(path: Path) -> Any:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -140,6 +141,10 @@ def decode_json(
         return decode(text)
     except (RecursionError, UnicodeDecodeError) as error:  # the caller may be near Python's own limit
         raise ValueError(str(error)) from error
+    except ValueError as error:
+        if "set_int_max_str_digits" not in str(error):
+            raise
+        raise ValueError(f"a number of more than {sys.get_int_max_str_digits():,} digits cannot be read") from error
 
 
 def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_JSON_BYTES) -> Any:

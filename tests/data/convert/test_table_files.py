@@ -85,7 +85,7 @@ def test_rows_that_are_no_records(tmp_path: Path, rows: list[dict[str, Any]], gi
         ('{"a": [9007199254740993, 0.5]}', "a list inside a row is of strings, or of numbers: "),
         ('{"a": [9223372036854775808]}', "a list inside a row is of strings, or of numbers: "),
         ('{"a": 1, "a": 2}', "it has a name twice"),
-        ('{"a": {"b": 1}}', 'an object inside a row is {"base64"'),
+        ('{"a": {"b": 1}}', 'field \'a\': an object other than {"base64": "…"}'),
         ('{"a": {"base64": "?"}}', "base64: "),
         ('{"a": ["x", 1]}', "a list inside a row is of strings, or of numbers: "),
         ('{"a": ["x", null]}', "a list inside a row is of strings, or of numbers: "),
@@ -101,6 +101,34 @@ def test_lines_that_are_no_rows_are_named(tmp_path: Path, line: str, what: str) 
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl: line 2 at offset 9: ")
     assert what in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_lines_of_json_keep_values_that_no_row_holds(tmp_path: Path) -> None:
+    rows = ['{"text": "é", "meta": {"a": [1, 2.5, null]}, "n": null}', '{"text": "b", "meta": 18446744073709551616}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert convert(tmp_path / "a.jsonl", tmp_path / "b.jsonl") == 2
+    assert (tmp_path / "b.jsonl").read_text() == "".join(row + "\n" for row in rows)
+    convert(tmp_path / "a.jsonl", tmp_path / "c.jsonl", columns=["meta"])
+    assert (tmp_path / "c.jsonl").read_text().splitlines()[0] == '{"meta": {"a": [1, 2.5, null]}}'
+    with pytest.raises(DataError, match="column 'n' of line 2"):
+        convert(tmp_path / "a.jsonl", tmp_path / "d.jsonl", columns=["n"])
+    with pytest.raises(DataError) as caught:
+        convert(tmp_path / "a.jsonl", tmp_path / "b.mindrecord")
+    assert str(caught.value) == (
+        f'{tmp_path}/a.jsonl: line 1 at offset 0: field \'meta\': an object other than {{"base64": "…"}}\n'
+        "  rule: a line is one JSON object; values are numbers, strings, lists of numbers or of strings, and bytes as "
+        '{"base64": …}\n'
+        "  so:   nothing from there on was read\n"
+        "  try:  its members as fields of their own; or a table without the field: unisono data convert "
+        f"{tmp_path}/a.jsonl NEW --column text --column n"
+    )
+
+
+def test_a_field_that_is_asked_for_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "meta": {"a": 1}}\n')
+    with pytest.raises(DataError) as caught:
+        convert(tmp_path / "a.jsonl", tmp_path / "b.mindrecord", columns=["text", "meta"])
+    assert caught.value.problems[0].nearest == "its members as fields of their own"
 
 
 def test_numbers_json_does_not_have(tmp_path: Path) -> None:

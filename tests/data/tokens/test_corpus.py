@@ -48,7 +48,7 @@ def test_links_to_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
     with pytest.raises(DataError) as caught:
         find_corpus(str(root))
     hidden = "1 hidden file(s) or folder(s), which are left out: .hidden"
-    links = "4 link(s) to folders, which are not followed: a/one, four, three and 1 more"
+    links = "4 link(s) to folders, which are not followed: a/one, four, three, two"
     assert (
         caught.value.problems[0].given
         == f"corpus '{root}': the folder {root} holds no files, only {links} and {hidden}"
@@ -82,9 +82,9 @@ def test_a_link_that_leads_out_of_a_corpus_is_refused(tmp_path: Path, target: st
     outside = "/etc/hostname" if target == "/etc/hostname" else tmp_path / "elsewhere.txt"
     assert str(caught.value) == (
         f"{root}/b.txt, a link to {outside}\n"
-        f"  rule: the files of a corpus lie in its folder, {root}, links followed\n"
-        "  so:   the corpus was not prepared; no file is left out silently\n"
-        "  try:  a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link"
+        f"  rule: the files of a data set lie in its folder, {root}, links followed\n"
+        "  so:   nothing was read; no file is left out silently\n"
+        "  try:  a copy with the files in place of the links ('cp -rL FOLDER COPY'), or remove the link"
     )
 
 
@@ -131,9 +131,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         find_corpus(str(tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}/dangling cannot be read: No such file or directory\n"
-        "  rule: every file of the corpus is readable, regular, and named in UTF-8\n"
-        "  so:   the corpus was not prepared; no file is left out silently\n"
-        "  try:  repair or remove it, or point the corpus elsewhere"
+        "  rule: every file of a folder of data is readable, regular, and named in UTF-8\n"
+        "  so:   nothing was read; no file is left out silently\n"
+        "  try:  repair or remove it, or another folder"
     )
     (tmp_path / "dangling").unlink()
     os.mkfifo(tmp_path / "pipe")

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from unisono.data.cleaning_record import write_cleaning_file
 from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
+from unisono.data.convert.formats.jsonl import read_objects
 from unisono.data.convert.formats.table import (
     OtherFields,
     Row,
@@ -228,6 +229,10 @@ def convert(
         )
     from_csv, to_csv = (kind_of_name(path) == ".csv" for path in (source, target))
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
+    if (
+        kind_of_name(target) == ".jsonl" and os.path.exists(source) and file_kind(source) == ".jsonl"
+    ):  # any value of JSON
+        table = replace(table, rows=chain.from_iterable(read_objects(file, columns) for file in files_of(source)))
     if kept_rows is not None:
         table = replace(table, rows=kept_of_table(read_kept_rows(kept_rows), files_of(source), table.rows))
     require_whole_results([source])

@@ -28,10 +28,11 @@ from unisono.data.mindrecord import MindRecordFile
 from unisono.data.options import default_cache_dir
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
 from unisono.data.recordio.remote_file import is_url
+from unisono.data.result_files import data_of_results
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import converted, sample_of_row
 from unisono.data.sources.remote import local_copies, matching_urls
-from unisono.data.tokens.corpus import find_corpus
+from unisono.data.tokens.corpus import corpus_at
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
@@ -420,10 +421,10 @@ class _ImageFolder:
 
 def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
     """The files and folders at an address: a glob is expanded, a folder of tables too, and files behind a URL, except ``.rec``,
-    are local copies.
+    are local copies. In place of a folder of results of a data command is its ``data/``.
 
     Raises:
-        DataError: Nothing is there.
+        DataError: Nothing is there, or a folder of results has no ``data/``.
         ExtraError: The package of the filesystem is not installed.
     """
     given = [address] if isinstance(address, str | Path) else list(address)
@@ -438,9 +439,7 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
         else:
             path, fault = look_up(part)
             matches = [path] if not fault and path.exists() else [] if "\0" in str(path) else [*sorted(glob(str(path)))]
-        matches = [
-            file for match in matches for file in ([match] if is_url(match) else _tables_in(Path(match)) or [match])
-        ]
+        matches = [file for match in matches for file in ([match] if is_url(match) else _inputs_in(Path(match)))]
         if not matches and fault:
             raise _no_address(f"{shorten(str(part), MAX_SHOWN_PATH)}: {fault}", "an address that exists")
         if not matches:
@@ -449,6 +448,11 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     if not paths:
         raise _unfit("a list of no files", "at least one file")
     return paths
+
+
+def _inputs_in(path: Path) -> list[Path]:
+    folder = data_of_results(path)
+    return _tables_in(folder) or [folder]
 
 
 def _tables_in(path: Path) -> list[Path]:
@@ -462,7 +466,7 @@ def _tables_in(path: Path) -> list[Path]:
         has_tables = has_tables or kind_of_name(Path(name)) in _IN_FOLDERS
     if not has_tables:
         return []
-    return [path / file.path for file in find_corpus(str(path)).files if kind_of_name(Path(file.path)) in _IN_FOLDERS]
+    return [path / file.path for file in corpus_at(path).files if kind_of_name(Path(file.path)) in _IN_FOLDERS]
 
 
 def _visible_names(folder: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ import platform
 import stat
 import sysconfig
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -27,6 +27,7 @@ import xxhash
 
 from unisono.data.cleaning_record import CLEANING_SUFFIX
 from unisono.data.hidden_files import hidden_notice, is_hidden, may_be_data
+from unisono.data.result_files import data_of_results
 from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
@@ -94,13 +95,13 @@ class UndecodableError(Exception):
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """List the files of a corpus.
+    """List the files of the corpus of a run.
 
     Args:
-        corpus: ``"stdlib"``, a folder, without its hidden files and folders, which a warning counts, or one file.
+        corpus: The setting ``data.corpus``: ``"stdlib"``, a folder, of results its ``data/``, or one file.
 
     Raises:
-        DataError: There is no such file or folder, it has no files, it cannot be read, or a link of it leads out of it.
+        DataError: As ``corpus_at``; or there is no such file or folder, or it has results without ``data/``.
     """
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -112,14 +113,28 @@ def find_corpus(corpus: str) -> Corpus:
     path, fault = look_up(corpus)
     if fault:
         raise _no_corpus(f"corpus {quoted(corpus, MAX_SHOWN_PATH)}: {fault}", "'stdlib' always exists")
-    if path.is_file():
-        file = _stat(path.parent, path.name, may_lead_out=True)
-        return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
-    if path.exists() and not path.is_dir():
+    if path.exists() and not path.is_file() and not path.is_dir():
         raise _no_corpus(f"corpus {corpus!r}, which is neither a folder nor a regular file", "a file with its content")
-    if not path.is_dir():
+    if not path.exists():
         nearest = f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists"
         raise _no_corpus(f"corpus {corpus!r}: no file or folder {path.absolute()}", nearest)
+    return _at(data_of_results(path), f"corpus {corpus!r}", _empty)
+
+
+def corpus_at(path: Path) -> Corpus:
+    """List the files of a folder, without its hidden files and folders, which a warning counts, or the one file at ``path``.
+
+    Raises:
+        DataError: It has no files, it cannot be read, or a link of it leads out of it.
+    """
+    return _at(path, str(path), _no_files)
+
+
+def _at(path: Path, name: str, empty: Callable[[str], DataError]) -> Corpus:
+    """The files at a path that is there; ``name`` is that of the path in messages, ``empty`` the error for a folder without."""
+    if not path.is_dir():
+        file = _stat(path.parent, path.name, may_lead_out=True)
+        return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
     confined_to = os.path.realpath(path)  # before the listing: the folder itself may be exchanged, too
     relatives, links, hidden = _walk(path, stdlib=False)
     files = tuple(_stat(path, relative, may_lead_out=False) for relative in relatives)
@@ -130,9 +145,9 @@ def find_corpus(corpus: str) -> Corpus:
         unread.append(hidden_notice(hidden))
     if not files:
         only = f", only {' and '.join(unread)}" if unread else ""
-        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files{only}")
+        raise empty(f"{name}: the folder {path.absolute()} holds no files{only}")
     for fact in unread:
-        _LOG.warning("corpus %r: it has %s", corpus, fact)
+        _LOG.warning("%s: it has %s", name, fact)
     return Corpus(name=str(path), root=path, files=files, skip_undecodable=False, confined_to=confined_to)
 
 
@@ -242,9 +257,9 @@ def unreadable_file_error(path: Path, why: str | None) -> DataError:
     """The error for a file or folder that cannot be read."""
     return DataError(
         given=f"{path} cannot be read: {why}",
-        rule="every file of the corpus is readable, regular, and named in UTF-8",
-        consequence="the corpus was not prepared; no file is left out silently",
-        nearest="repair or remove it, or point the corpus elsewhere",
+        rule="every file of a folder of data is readable, regular, and named in UTF-8",
+        consequence="nothing was read; no file is left out silently",
+        nearest="repair or remove it, or another folder",
     )
 
 
@@ -272,9 +287,9 @@ def _stat(root: Path, relative: str, *, may_lead_out: bool) -> SourceFile:
 def _leads_out_error(root: Path, path: Path) -> DataError:
     return DataError(
         given=f"{path}, a link to {os.path.realpath(path)}",
-        rule=f"the files of a corpus lie in its folder, {root}, links followed",
-        consequence="the corpus was not prepared; no file is left out silently",
-        nearest="a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link",
+        rule=f"the files of a data set lie in its folder, {root}, links followed",
+        consequence="nothing was read; no file is left out silently",
+        nearest="a copy with the files in place of the links ('cp -rL FOLDER COPY'), or remove the link",
     )
 
 
@@ -293,6 +308,12 @@ def _empty(given: str) -> DataError:
         rule="a corpus has at least one file with text in it",
         consequence="there is nothing to train on",
         nearest="'stdlib', or the path of a folder or file with text",
+    )
+
+
+def _no_files(given: str) -> DataError:
+    return DataError(
+        given=given, rule="data are in files", consequence="nothing was read", nearest="a folder that has some"
     )
 
 

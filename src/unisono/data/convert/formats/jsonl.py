@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -26,12 +27,13 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.errors import DataError
-from unisono.sanitize import quoted
+from unisono.sanitize import quoted, shorten
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES, check_count, decode_json
 
 BASE64: Final = "base64"
 _VALUES: Final = 'values are numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
+_SHOWN_FIELDS: Final = 4
 _TYPES: Final = {dict: "object", list: "list", type(None): "null"}
 
 
@@ -70,14 +72,31 @@ def to_line(row: Row) -> str:
 
 
 def _rows(path: Path, columns: Sequence[str] | None, others: OtherFields | None) -> Iterator[Row]:
+    for line, number, offset in _lines(path):
+        if others is None or columns is not None:
+            yield row_of_line(line, path, number, offset, columns)
+        else:
+            yield _readable_part(object_of_line(line, path, number, offset), others, f"{path}: line {number}")
+
+
+def read_objects(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of the lines with values of any kind as they are, also those that no row can hold; with only these columns if
+    given. Raises DataError as ``object_of_line``, or for an object without a column."""
+    for line, number, offset in _lines(path):
+        values = object_of_line(line, path, number, offset)
+        if columns is not None:
+            check_columns(columns, values, f"line {number} of {path}")
+            values = {name: values[name] for name in columns}
+        yield values
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
+    """The lines, each with its number from 1, and where it begins."""
     with open_source(path) as file:
         offset = number = 0
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            if others is None or columns is not None:
-                yield row_of_line(line, path, number, offset, columns)
-            else:
-                yield _readable_part(object_of_line(line, path, number, offset), others, f"{path}: line {number}")
+            yield line, number, offset
             offset += len(line)
 
 
@@ -86,13 +105,33 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
 
     ``number``, from 1, and ``offset`` name it in the DataError for an invalid one.
     """
+    rule = f"a line is one JSON object; {_VALUES}"
     try:
         values = _values(line)
-        if columns is not None:
-            check_columns(columns, values, f"line {number} of {path}")
-        return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
     except ValueError as error:
-        raise _line_error(line, path, number, offset, error, f"a line is one JSON object; {_VALUES}") from error
+        raise _line_error(line, path, number, offset, error, rule) from error
+    if columns is not None:
+        check_columns(columns, values, f"line {number} of {path}")
+    row: dict[str, Any] = {}
+    for name in values if columns is None else columns:
+        try:
+            row[name] = _from_json(values[name])
+        except ValueError as error:
+            others = [] if columns is not None else [other for other in values if other != name]
+            given = f"{path}: line {number} at offset {offset}: field {quoted(name)}: {error}"
+            raise unreadable_error(given, rule, _instead_of(values[name], others, path)) from error
+    return row
+
+
+def _instead_of(value: Any, others: Sequence[str], path: Path) -> str:
+    """What is read in place of a row with a value that no row can hold; ``others`` are the fields that may be read without it."""
+    is_nested = isinstance(value, dict) and not _is_base64(value)
+    first = "its members as fields of their own" if is_nested else "repair or remove that line"
+    if not others:
+        return first
+    options = " ".join(f"--column {shlex.quote(shorten(other))}" for other in others[:_SHOWN_FIELDS])
+    more = " …" if len(others) > _SHOWN_FIELDS else ""
+    return f"{first}; or a table without the field: unisono data convert {path} NEW {options}{more}"
 
 
 def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[str, Any]:
@@ -164,7 +203,7 @@ def _decode(text: bytes) -> Any:
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if not _is_base64(value):
-            raise ValueError('an object inside a row is {"base64": "…"}')
+            raise ValueError('an object other than {"base64": "…"}')
         try:
             return base64.b64decode(value[BASE64], validate=True)
         except binascii.Error as error:

@@ -25,7 +25,7 @@ from unisono.data.convert.pack.pack_job import (
 )
 from unisono.data.convert.pack.partial_target import BadInput, PackedInput, ShardSeries
 from unisono.data.convert.table_files import open_table, read_formats
-from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, find_corpus, read_text
+from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, corpus_at, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
@@ -65,7 +65,7 @@ def pack_text(
     loaded = load_tokenizer(tokenizer)
     total = None
     if column is None:
-        corpus = find_corpus(str(source))
+        corpus = corpus_at(source)
         stamps = [(file.path, file.size, file.mtime_ns) for file in corpus.files]
         texts = partial(_file_texts, corpus, lines)
         total = None if lines else len(corpus.files)
