@@ -96,6 +96,29 @@ def test_folders_of_images_and_their_records(tmp_path: Path) -> None:
         balance([folder], field="label")
 
 
+def test_what_cannot_be_read_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = task_data.write_images(tmp_path / "photos", per_class=4)
+    (folder / "red" / "1.png").write_text("text")
+    with pytest.raises(DataError, match=r"red/1\.png: not an image .*\n.*\n.*\n.*--on-error skip"):
+        balance([folder], tmp_path / "out")
+    assert counts_of(balance([folder], tmp_path / "out", skips_unreadable=True)) == {"blue": 4, "red": 3}
+    assert "1 images that cannot be read are left out, the first is " in caplog.text
+    assert len(np.load(tmp_path / "out" / "weights" / "photos.npy")) == 7  # a run has no number for it
+    (tmp_path / "a.jsonl").write_text('{"label": "a"}\nno json\n{"label": 0.5}\n{"label": "b"}\n')
+    result = balance([tmp_path / "a.jsonl"], tmp_path / "rows", field="label", skips_unreadable=True)
+    assert (result.rows, result.unlabelled) == (4, 2)
+    assert np.load(tmp_path / "rows" / "weights" / "a.jsonl.npy").tolist() == [2, 0, 0, 2]
+    assert "2 rows that cannot be read" in caplog.text
+
+
+def test_a_folder_of_texts(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        (tmp_path / "texts" / name / "1.txt").write_text(name)
+    with pytest.raises(DataError, match=r"1\.txt, a file of text(.|\n)*data labels and data split --stratify targets"):
+        balance([tmp_path / "texts"])
+
+
 def test_names_of_classes_and_rows_without_a_label(tmp_path: Path) -> None:
     lines = ['{"label": 1}', '{"label": 1.0}', '{"label": "1"}', '{"label": ""}', '{"label": null}', '{"x": [{}]}']
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"label": "b\\nc"}']) + "\n")
@@ -123,7 +146,11 @@ def test_power_and_limit() -> None:
         ('{"label": "a"}\n{"label": "b"}\n', {"field": "kind"}, "column 'kind', which no row of"),
         ('{"label": ["a", "b"]}\n', {"field": "label"}, "row 0, field 'label': .*list"),
         ('{"label": 0.5}\n', {"field": "label"}, "row 0, field 'label'"),
-        ('{"label": 1}\n{"label": 1e999}\n', {"field": "label"}, "row 1, field 'label': .*inf"),
+        (
+            '{"label": 1}\n{"label": 1e999}\n',
+            {"field": "label"},
+            r"row 1, field 'label': inf .*\n.*one integer\n.*\n.*the field of the class",
+        ),
         ('{"label": "a"}\nno json\n', {"field": "label"}, "line 2"),
         (
             '{"label": "a"}\n{"label": "b\\ud800"}\n',

@@ -284,6 +284,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"t": "yesterday", "x": 1, "g": True}])
     with pytest.raises(DataError, match=r"row 0, column 't': 'yesterday'"):
         check_columns([path], options=ColumnOptions(time="t"))
+    for stamp in (-1e308, 10**400):
+        steps = jsonl(tmp_path / "steps.jsonl", [{"t": 1e300}, {"t": stamp}])
+        with pytest.raises(DataError, match=r"row 1, column 't': .*\n.*a number from -1e\+300 to 1e\+300"):
+            check_columns([steps], options=ColumnOptions(time="t"))
     with pytest.raises(DataError, match=r"row 0, column 'g': True"):
         check_columns([path], options=ColumnOptions(group="g"))
     with pytest.raises(DataError, match="column 'y', in which no file has a number"):
@@ -318,6 +322,33 @@ def test_a_killed_job_reads_no_finished_file_again(tmp_path: Path, monkeypatch: 
         check_columns(paths, out=tmp_path / "out")
     assert check_columns(paths, out=tmp_path / "out").rows == {"0.jsonl": 1, "1.jsonl": 1}
     assert read == ["0.jsonl", "1.jsonl", "1.jsonl"]
+
+
+def test_many_columns_need_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, original = list[object](), open
+
+    def counting(file: Any, *arguments: Any, **options: Any) -> Any:
+        opened.append(file)
+        return original(file, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", counting)
+    path = csv(tmp_path / "a.csv", **{f"c{number}": [number] for number in range(5000)})
+    result = check_columns([path], out=tmp_path / "out")
+    assert [column.median for column in result.numeric] == list(range(5000))
+    assert len(opened) < 100
+
+
+def test_a_large_file_has_a_file_for_each_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    rows = 40_000  # three batches
+    columns = {"t": np.arange(rows), "group": rng.integers(0, 3, rows), "x": rng.normal(size=rows)}
+    columns["x"][[7, 20_000, 39_999]] = 99
+    path = csv(tmp_path / "a.csv", **columns)
+    options = ColumnOptions(time="t", group="group")
+    together = check_columns([path], options=options)
+    assert together.numeric[0].outliers == 3
+    monkeypatch.setattr("unisono.quality.columns.scan._BUFFER_BYTES", 100_000)
+    assert check_columns([path], options=options) == together
 
 
 def test_order_statistics_are_exact() -> None:

@@ -22,23 +22,36 @@ EXACT = DuplicateOptions(near=0.0)
 
 
 def test_confident_learning_by_hand() -> None:
-    labels = np.array([0, 0, 0, 1, 1, 1])
-    first = np.array([0.9, 0.8, 0.1, 0.2, 0.75, 0.4], np.float32)  # thresholds: 0.6 of class 0, 0.55 of class 1
+    labels = np.array([0, 0, 0, 1, 1, 1] * 2)
+    first = np.array([0.9, 0.8, 0.1, 0.2, 0.75, 0.4] * 2, np.float32)  # thresholds: 0.6 of class 0, 0.55 of class 1
     found = confident_suspects(labels, np.stack([first, 1 - first], 1))
-    assert found.row.tolist() == [2, 4]  # sample 5 counts as its own class
-    assert found.suggested.tolist() == [1, 0]
-    assert found.score == pytest.approx([-0.8, -0.5])
+    assert found.row.tolist() == [2, 8, 4, 10]  # samples 5 and 11 count as their own class
+    assert found.suggested.tolist() == [1, 1, 0, 0]
+    assert found.score == pytest.approx([-0.8, -0.8, -0.5, -0.5])
 
 
 def test_a_sample_below_all_thresholds_is_no_suspect() -> None:
-    labels = np.array([0, 0, 1, 1])
-    first = np.array([0.95, 0.45, 0.05, 0.1], np.float32)  # thresholds 0.7 and 0.925: the second reaches none
+    labels = np.array([0, 0, 1, 1] * 3)
+    first = np.array([0.95, 0.45, 0.05, 0.1] * 3, np.float32)  # thresholds 0.7 and 0.925: the second reaches none
     assert len(confident_suspects(labels, np.stack([first, 1 - first], 1)).row) == 0
 
 
-def test_a_class_without_samples_is_never_suggested() -> None:
-    probabilities = np.array([[0.1, 0.0, 0.9], [0.9, 0.1, 0.0], [0.1, 0.9, 0.0]], np.float32)
-    assert confident_suspects(np.array([0, 0, 1]), probabilities).row.tolist() == []
+@pytest.mark.parametrize(("rows", "suspects"), [(0, []), (1, []), (4, []), (5, [0])])
+def test_a_class_of_few_samples_is_never_suggested(rows: int, suspects: list[int]) -> None:
+    """Its threshold would be that of a model that has hardly seen it: nearly 0, which most samples reach."""
+    labels = np.repeat([0, 1, 2], [10, 10, rows])
+    probabilities = np.full((len(labels), 3), 0.01, np.float32)
+    probabilities[np.arange(len(labels)), labels] = 0.9
+    probabilities[20:] = 0.5, 0.48, 0.02
+    probabilities[0] = 0.1, 0.1, 0.8
+    assert confident_suspects(labels, probabilities).row.tolist() == suspects
+
+
+def test_a_sample_of_a_class_of_few_samples_is_a_suspect() -> None:
+    labels = np.repeat([0, 1], [10, 1])
+    probabilities = np.repeat([[0.9, 0.1], [0.95, 0.05]], [10, 1], axis=0).astype(np.float32)
+    found = confident_suspects(labels, probabilities)
+    assert (found.row.tolist(), found.suggested.tolist()) == ([10], [0])
 
 
 def test_outliers_of_losses_are_those_of_their_class() -> None:
@@ -73,10 +86,10 @@ def losses_of(paths: list[Path], labels: list[str], probabilities: Any, **change
     )
 
 
-def data_set(folder: Path) -> tuple[list[Path], list[str]]:
-    labels = ["x", "x", "y", "y", "x", "y"]
+def data_set(folder: Path, times: int = 1) -> tuple[list[Path], list[str]]:
+    labels = ["x", "x", "y", "y", "x", "y"] * times
     paths = [folder / "b.jsonl", folder / "a.jsonl"]
-    for path, part in zip(paths, (range(4), range(4, 6)), strict=True):
+    for path, part in zip(paths, (range(4), range(4, len(labels))), strict=True):
         path.write_text("".join(json.dumps({"text": f"t{n}", "label": labels[n]}) + "\n" for n in part))
     return paths, labels
 
@@ -90,15 +103,20 @@ def find(paths: list[Path], out: Path, losses: SampleLosses) -> LabelsResult:
 
 
 def test_losses_are_matched_with_rows_whatever_the_order_of_the_files(tmp_path: Path) -> None:
-    paths, labels = data_set(tmp_path)
+    paths, labels = data_set(tmp_path, times=2)
     result = find(
-        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out", losses_of(paths, labels, PROBABILITIES)
+        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out", losses_of(paths, labels, PROBABILITIES * 2)
     )
-    assert (result.ranked_by, result.suspects) == ("probabilities", 2)
-    assert sorted(result.confusions) == [("x", "y", 1), ("y", "x", 1)]
+    assert (result.ranked_by, result.suspects) == ("probabilities", 4)
+    assert sorted(result.confusions) == [("x", "y", 2), ("y", "x", 2)]
     lines = [json.loads(line) for line in (tmp_path / "out" / "suspects.jsonl").read_text().splitlines()]
     found = [(line["file"], line["row"], line["label"], line["suggested"], line["loss"]) for line in lines]
-    assert sorted(found) == [("a.jsonl", 0, "x", "y", 4.0), ("b.jsonl", 3, "y", "x", 3.0)]
+    assert sorted(found) == [
+        ("a.jsonl", 0, "x", "y", 4.0),
+        ("a.jsonl", 5, "y", "x", 9.0),
+        ("a.jsonl", 6, "x", "y", 10.0),
+        ("b.jsonl", 3, "y", "x", 3.0),
+    ]
     assert "gives y 0.900, and x 0.100" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -111,6 +129,18 @@ def test_models_that_know_nothing_are_told(tmp_path: Path, loss: float, is_near:
     assert (result.mean_loss, result.chance_loss) == (pytest.approx(loss), pytest.approx(np.log(2)))
     assert result.is_near_chance == is_near
     assert any("hardly better than chance" in line for line in _labels_lines(result, tmp_path)) == is_near
+
+
+@pytest.mark.parametrize(("loss", "is_near"), [(0.33, True), (0.25, False)])
+def test_chance_knows_the_shares_of_the_labels(tmp_path: Path, loss: float, is_near: bool) -> None:
+    """Guessing 90 % and 10 % has a loss of 0.325, far below log(2)."""
+    path, labels = tmp_path / "a.jsonl", ["x"] * 36 + ["y"] * 4
+    path.write_text("".join(json.dumps({"text": f"t{n}", "label": label}) + "\n" for n, label in enumerate(labels)))
+    losses = losses_of([path], labels, [[0.9, 0.1]] * 40)
+    losses.loss[:] = loss
+    result = find([path], tmp_path / "out", losses)
+    assert result.chance_loss == pytest.approx(-0.9 * np.log(0.9) - 0.1 * np.log(0.1))
+    assert result.is_near_chance == is_near
 
 
 def test_losses_alone_rank_within_a_class(tmp_path: Path) -> None:

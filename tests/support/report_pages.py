@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -39,8 +40,22 @@ def unpacked(page: str, name: str) -> str:
 
 
 def charts(page: str) -> dict[str, Any]:
+    """The charts by their ids; none has a text that plotly reads as markup."""
     read = json.loads(unpacked(page, "charts"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert not [text for text in _texts(read) if "<" in text]
     return {chart["id"]: chart for chart in read}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of charts but templates, which the pages write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        for key, each in cast("dict[str, Any]", value).items():
+            yield from () if key == "hovertemplate" else _texts(each)
 
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000")

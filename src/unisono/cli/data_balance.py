@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from unisono.cli.common import FiniteRange, OutPath, common_options, print_result
-from unisono.cli.data_common import InputPath, with_places
+from unisono.cli.data_common import ON_ERROR, InputPath, with_places
 from unisono.cli.job_progress import resumable
 from unisono.sanitize import printable
 
@@ -32,9 +32,16 @@ _SHOWN: Final = 20  # classes that fit on a screen
 @click.option(
     "--max-repeats", type=click.IntRange(min=1), help="Most reads of a row in an epoch, on average (default: no limit)."
 )
+@ON_ERROR
 @common_options
 def balance_classes(
-    inputs: tuple[Path, ...], label: str, out: Path | None, power: float, max_repeats: int | None, as_json: bool
+    inputs: tuple[Path, ...],
+    label: str,
+    out: Path | None,
+    power: float,
+    max_repeats: int | None,
+    on_error: str,
+    as_json: bool,
 ) -> None:
     """Count the classes of INPUTS, and compute a sampling weight for each row: those of rare classes are read more often.
 
@@ -49,7 +56,15 @@ def balance_classes(
     from unisono.quality.balance import balance
 
     with resumable(out) as progress:
-        result = balance(inputs, out, field=label, power=power, max_repeats=max_repeats or 0, progress=progress)
+        result = balance(
+            inputs,
+            out,
+            field=label,
+            power=power,
+            max_repeats=max_repeats or 0,
+            skips_unreadable=on_error == "skip",
+            progress=progress,
+        )
     print_result(
         as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
     )

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.per_file_arrays import require_array_names
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
-from unisono.errors import nearest_name
+from unisono.errors import DataError, nearest_name
 from unisono.quality.balance_page import write_balance_page
-from unisono.quality.class_labels import LabelledFile, find_labelled, first_fields, read_classes, require_unchanged
+from unisono.quality.class_labels import (
+    IMAGES,
+    LabelledFile,
+    find_labelled,
+    first_fields,
+    read_classes,
+    require_unchanged,
+)
 from unisono.quality.file_meter import FileMeter
 from unisono.quality.job_folder import open_job
 from unisono.quality.progress import SILENT, Advance, Progress
@@ -24,6 +33,7 @@ from unisono.sanitize import quoted
 from unisono.tasks.sources import TARGETS
 from unisono.tasks.targets import MAX_CLASSES
 
+_LOG: Final = logging.getLogger("unisono")
 _NO_LABEL = -1
 
 
@@ -76,6 +86,7 @@ def balance(
     field: str = TARGETS,
     power: float = 1.0,
     max_repeats: int = 0,
+    skips_unreadable: bool = False,
     progress: Progress = SILENT,
 ) -> BalanceResult:
     """Count the classes of a data set, and compute a sampling weight for each row.
@@ -89,6 +100,8 @@ def balance(
         field: Of the labels; ``targets`` of images and image records.
         power: 1 gives all classes the same share, 0.5 the square roots of their sizes, 0 the shares that they have.
         max_repeats: Most reads of a row in an epoch, on average over the data set; 0 = no limit.
+        skips_unreadable: Whether images that cannot be read are left out, and rows that cannot get the weight 0, or both are an
+            error.
         progress: Receives the stages.
 
     Raises:
@@ -104,12 +117,16 @@ def balance(
         "files": [[file.name, file.kind, file.stamp] for file in files],
     }
     with ExitStack() as stack:
-        job = None if out is None else stack.enter_context(open_job(out, identity, paths))
+        job = (
+            None
+            if out is None
+            else stack.enter_context(open_job(out, identity, paths, skips_unreadable=skips_unreadable))
+        )
         if job is not None and job.is_done:
             return job.result(BalanceResult)
         names: dict[str, int] = {}
         progress.begin("reading", sum(file.size for file in files), "bytes")
-        labels = [_labels(file, field, names, progress.advance) for file in files]
+        labels = [_labels(file, field, names, progress.advance, skips_unreadable) for file in files]
         if not any(of_file.size for of_file in labels):
             raise refused(
                 f"{files[0].path}{' and others' if len(files) > 1 else ''}: 0 rows",
@@ -130,10 +147,20 @@ def balance(
     return result
 
 
-def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Advance) -> NDArray[np.int32]:
+def _labels(
+    file: LabelledFile, field: str, names: dict[str, int], advance: Advance, skips_unreadable: bool
+) -> NDArray[np.int32]:
     """The number of each row's class, int32 [rows]; ``names`` gets those that are new."""
     numbers = array("i")
+    num_unreadable, first = 0, ""
     for name in read_classes(file, field, FileMeter(file.size, advance)):
+        if isinstance(name, DataError):
+            if not skips_unreadable:
+                raise name
+            num_unreadable, first = num_unreadable + 1, first or name.problems[0].given
+            if file.kind == IMAGES:  # a run gives it no number
+                continue
+            name = None
         numbers.append(_NO_LABEL if name is None else names.setdefault(name, len(names)))
         if len(names) > MAX_CLASSES:
             raise refused(
@@ -141,6 +168,9 @@ def _labels(file: LabelledFile, field: str, names: dict[str, int], advance: Adva
                 "a class has several rows",
                 "the field of the class",
             )
+    if num_unreadable:
+        noun = "images" if file.kind == IMAGES else "rows"
+        _LOG.warning("%d %s that cannot be read are left out, the first is %s", num_unreadable, noun, first)
     labels = np.array(numbers, np.int32)
     if labels.size and not (labels >= 0).any():
         raise refused(

@@ -27,6 +27,10 @@ from unisono.tasks.sources import TARGETS
 
 IMAGES: Final = "images"
 ARROW: Final = "arrow"
+_OF_TEXTS: Final = (
+    "a table with the text and the class of each file; "
+    "unisono data labels and data split --stratify targets take folders of texts"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +69,17 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
             found.append((path, ARROW, sum(file.stat().st_size for file in arrow_files(path))))
             continue
         files, _ = list_files([path])
-        if path.is_dir() and all(file.kind == WHOLE_FILE for file in files):
+        if path.is_dir() and all(file.kind == WHOLE_FILE and is_image_name(file.path) for file in files):
             found.append((path, IMAGES, sum(file.size for file in files)))
             continue
         for file in files:
             if file.kind == WHOLE_FILE:
                 what, nearest = (
-                    ("an image", "its folder") if is_image_name(file.path) else ("a file of text", "a table")
+                    ("an image", "its folder") if is_image_name(file.path) else ("a file of text", _OF_TEXTS)
                 )
-                raise refused(f"{file.path}, {what}", "rows of tables and images in folders have labels", nearest)
+                raise refused(
+                    f"{file.path}, {what}", "rows of tables and images in folders have labels that runs read", nearest
+                )
             found.append((file.path, file.kind, file.size))
     whole = [Path(os.path.abspath(path)) for path, _, _ in found]
     counts = Counter(map(os.path.realpath, whole))  # links to a file are the same file
@@ -98,8 +104,10 @@ def require_unchanged(files: Sequence[LabelledFile]) -> None:
             )
 
 
-def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -> Iterator[str | None]:
+def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -> Iterator[str | DataError | None]:
     """The name of each row's class; None of a row without a label: an absent or empty value, or NaN.
+
+    Of a row or an image that cannot be read it is the reason. Such a row has its number, such an image has none in a run.
 
     Names are those that ``data.train`` has for the classes: an integer is the text of its digits.
 
@@ -109,7 +117,7 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
         meter: Receives the bytes that are read.
 
     Raises:
-        DataError: The file is damaged, has no such field, or a label is neither text nor an integer.
+        DataError: The file is damaged from there on, or has no such field.
     """
     if file.kind == IMAGES:
         yield from _folders_of_images(file.path, field)
@@ -122,9 +130,7 @@ def read_classes(file: LabelledFile, field: str, meter: FileMeter = UNMETERED) -
     else:
         found = row_keys(file.path, file.kind, field, _class_in_run, meter)
     for name in found:
-        if isinstance(name, DataError):
-            raise name
-        yield None if isinstance(name, NoValue) else cast("str", name)
+        yield None if isinstance(name, NoValue) else cast("str | DataError", name)
     meter.end()
 
 
@@ -136,7 +142,7 @@ def first_fields(file: LabelledFile) -> list[str]:
     return [*next(iter(rows), {}), *others]
 
 
-def _folders_of_images(folder: Path, field: str) -> Iterator[str]:
+def _folders_of_images(folder: Path, field: str) -> Iterator[str | DataError]:
     if field != TARGETS:
         raise refused(
             f"{folder}, a folder of images, with the field {quoted(field)}",
@@ -144,9 +150,11 @@ def _folders_of_images(folder: Path, field: str) -> Iterator[str]:
             f"--label {TARGETS}",
         )
     listing = list_images(folder)
-    if listing.bad:
-        raise refused(
-            f"{folder}: {listing.bad[0].path}: {listing.bad[0].reason}", "all images can be read", "remove or repair it"
+    for bad in listing.bad:
+        yield refused(
+            f"{folder}: {bad.path}: {bad.reason}",
+            "all images can be read",
+            "remove or repair it; --on-error skip leaves it out",
         )
     for image in listing.samples:
         yield image_class(folder / image.name, image.name)

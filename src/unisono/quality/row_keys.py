@@ -49,7 +49,11 @@ def class_of(value: Any, names: Sequence[str] = ()) -> str | None:
     array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
     if is_absent(array):
         return None
-    (name,) = class_names(array, several=False)
+    try:
+        (name,) = class_names(array, several=False)
+    except DataError as error:
+        rule, nearest = "a class is one text or one integer", "the field of the class, or without that row"
+        raise refused(describe_value(value), rule, nearest) from error
     if not names or not isinstance(name, int):
         return str(name)
     if not -1 <= name < len(names):

@@ -27,14 +27,15 @@ def render_page(
 
     Args:
         body: What stands between head and scripts, as a jinja2 template.
-        charts: As plotly describes them, each with the ``id`` of its place on the page.
+        charts: As plotly describes them, each with the ``id`` of its place on the page. Their texts are escaped: plotly reads
+            markup in texts, such as links. Templates (``hovertemplate``) stay, as the pages write them.
         title: Of the page.
         scripts: The page's own scripts, without anything that comes from data; they run after its body is there.
         values: What the template uses. All are escaped.
     """
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    drawn = json.dumps(_with_gaps(charts), allow_nan=False).encode()
+    drawn = json.dumps(_drawable(charts), allow_nan=False).encode()
     return environment.from_string(HEAD + body + TAIL).render(
         title=title,
         **values,
@@ -51,14 +52,22 @@ def json_in_script(value: Any) -> Markup:
     return Markup(json.dumps(value, allow_nan=False).replace("<", "\\u003c"))
 
 
-def _with_gaps(value: Any) -> Any:
-    """The value with None for numbers that JSON does not have: charts show them as gaps."""
+def escaped(text: str) -> str:
+    """The text as plotly shows it, for templates: without the markup that plotly reads in texts."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _drawable(value: Any) -> Any:
+    """The value with escaped texts, and with None for numbers that JSON does not have: charts show them as gaps."""
+    if isinstance(value, str):
+        return escaped(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _with_gaps(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: each if key == "hovertemplate" else _drawable(each) for key, each in items}
     if isinstance(value, (list, tuple)):
-        return [_with_gaps(each) for each in cast("Sequence[Any]", value)]
+        return [_drawable(each) for each in cast("Sequence[Any]", value)]
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from unisono.observe.run_summary import duration
 from unisono.report.charts import curve_layout
-from unisono.report.html import render_page
+from unisono.report.html import escaped, render_page
 from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
@@ -136,7 +136,7 @@ def _parallel_coordinates(space: Space, options: StudyOptions, done: Sequence[Tr
         heights.append(((record.value or 0.0) - low) / (high - low) if high > low else 0.5)
         share = rank / (len(ordered) - 1)
         is_best = rank == len(ordered) - 1
-        text = [f"{name}: {value}" for name, value in record.settings.items()]
+        text = [printable(f"{name}: {value}") for name, value in record.settings.items()]
         lines.append(
             {
                 "type": "scatter",
@@ -147,7 +147,7 @@ def _parallel_coordinates(space: Space, options: StudyOptions, done: Sequence[Tr
                 "line": {"color": _RED if is_best else _BLUE if share > 0.75 else _GREY, "width": 3 if is_best else 1},
                 "opacity": 1.0 if is_best else 0.25 + 0.5 * share,
                 "hovertemplate": "<br>".join(
-                    [f"trial {record.number}", *map(_escaped, text), f"{_escaped(options.metric)}: {record.value:.6g}"]
+                    [f"trial {record.number}", *map(escaped, text), f"{escaped(options.metric)}: {record.value:.6g}"]
                 )
                 + "<extra></extra>",
                 "showlegend": False,
@@ -223,7 +223,7 @@ def _by_setting(space: Space, options: StudyOptions, done: Sequence[TrialRecord]
             }
         ]
         kind = "category" if isinstance(parameter, Choice) else "log" if parameter.is_log else "linear"
-        axis: dict[str, Any] = {"title": {"text": _escaped(name)}, "zeroline": False, "type": kind}
+        axis: dict[str, Any] = {"title": {"text": name}, "zeroline": False, "type": kind}
         layout = curve_layout("", options.metric, height=280) | {"xaxis": axis, "hovermode": "closest"}
         charts.append({"id": f"setting{index}", "data": data, "layout": layout})
     return Section(title="By setting", charts=charts, in_grid=True)
@@ -258,8 +258,3 @@ def _marks(record: TrialRecord, best: TrialRecord | None) -> Iterator[str]:
         yield "best"
     if record.from_configuration:
         yield "configuration"
-
-
-def _escaped(text: str) -> str:
-    """Without the markup that plotly reads in texts."""
-    return printable(text).replace("&", "&amp;").replace("<", "&lt;")

@@ -22,7 +22,7 @@ from unisono.quality.columns.exact_quantiles import CHUNK
 from unisono.quality.columns.numeric_columns import REASONS, NumericColumn, json_number, judge_column
 from unisono.quality.columns.page import write_columns_page
 from unisono.quality.columns.sampling_times import TIME_REASONS, SamplingTimes, judge_times, stamps_column
-from unisono.quality.columns.scan import FileFacts, mapped, scan_files
+from unisono.quality.columns.scan import FileFacts, ScannedArrays, mapped, scan_files
 from unisono.quality.columns.schema import Difference, SchemaColumn, differences_of, schema_of
 from unisono.quality.columns.series import Column, Groups, groups_of, new_array
 from unisono.quality.columns.targets import targets_of
@@ -216,10 +216,10 @@ def _judge(
     numeric: list[NumericColumn] = []
     masked: dict[str, NDArray[np.int64]] = {}
     bits = sum(1 << REASONS.index(reason) for reason in options.mask)
-    names = _judged_names(facts, options)
+    names, arrays = _judged_names(facts, options), ScannedArrays(folder, facts)
     progress.begin("judging", len(names) + (options.time is not None), "columns")
     for name in names:
-        column = Column(folder, [_numbers_file(found, name) for found in facts], groups)
+        column = Column(arrays, [_numbers_file(found, name) for found in facts], groups)
         flags = new_array(scratch / "flags", num_rows, np.uint8)
         judged = judge_column(
             name,
@@ -236,11 +236,12 @@ def _judge(
             flagged.write(
                 json_line({**_place(documents, groups, row), "column": name, "reasons": reasons, "value": value})
             )
-        masked[name] = _rows_with(flags, bits, scratch / f"masked-{len(masked)}")
+        if bits and judged.outliers + judged.non_finite + judged.stuck_values:
+            masked[name] = _rows_with(flags, bits, scratch / f"masked-{len(masked)}")
         progress.advance(1)
     if options.time is None:
         return numeric, None, masked
-    stamps = stamps_column(folder, [file.name for file in documents.files], facts, groups, options.time)
+    stamps = stamps_column(arrays, [file.name for file in documents.files], facts, groups, options.time)
     flags = new_array(scratch / "flags", num_rows, np.uint8)
     unit = "s" if any(found.time_unit_s for found in facts) else ""
     times = judge_times(options.time, stamps, flags, scratch, groups=groups.names, max_gap=options.max_gap, unit=unit)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 from unisono.quality.columns.exact_quantiles import CHUNK, quantiles
 from unisono.quality.columns.numeric_columns import SHOWN, SHOWN_GROUPS
-from unisono.quality.columns.scan import FileFacts
+from unisono.quality.columns.scan import FileFacts, ScannedArrays
 from unisono.quality.columns.series import Column, Groups, new_array
 from unisono.sanitize import quoted
 
@@ -54,11 +54,13 @@ class SamplingTimes:
     groups_left_out: int
 
 
-def stamps_column(folder: Path, names: Sequence[str], facts: Sequence[FileFacts], groups: Groups, name: str) -> Column:
+def stamps_column(
+    arrays: ScannedArrays, names: Sequence[str], facts: Sequence[FileFacts], groups: Groups, name: str
+) -> Column:
     """The stamps of all files, relative to the first; in seconds, or in the unit of their numbers.
 
     Args:
-        folder: That of the scan.
+        arrays: Of the scan.
         names: Of the files.
         facts: Of the files.
         groups: Of the rows.
@@ -79,7 +81,7 @@ def stamps_column(folder: Path, names: Sequence[str], facts: Sequence[FileFacts]
                 nearest="each kind of files by itself",
             )
         shifts[number] = float(found.time_base - first.time_base) * (found.time_unit_s or 1.0)
-    return Column(folder, ["time" if found.time_kind else None for found in facts], groups, shifts)
+    return Column(arrays, ["time" if found.time_kind else None for found in facts], groups, shifts)
 
 
 def _words(facts: FileFacts) -> str:

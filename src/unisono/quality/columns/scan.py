@@ -1,17 +1,19 @@
 """One reading of all tables: the types of each file's columns, and their numbers in files of their own.
 
-Each file of the data set has a folder: ``numbers-N.rows`` and ``.values`` of each column with numbers (int64 row in the file,
-float64), the same of stamps, ``groups.codes`` (int32 per row), and ``facts.json``, which is written last: a killed job reads no
-finished file again.
+Each file of the data set has a folder with arrays: ``numbers-N.rows`` and ``.values`` of each column with numbers (int64 row in
+the file, float64), the same of stamps (``time``), and ``groups.codes`` (int32 per row). Those of a small file are in one file,
+``arrays``, as a table may have 100,000 columns; those of a larger one in a file each. ``facts.json`` is written last: a killed
+job reads no finished file again.
 """
 
 from __future__ import annotations
 
 import codecs
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,10 +59,15 @@ UTF16: Final = "text, UTF-16"  # with its mark
 OTHER_TEXT: Final = "text, not UTF-8"
 TEXTS: Final = (UTF8, UTF8_BOM, UTF16, OTHER_TEXT)
 _FACTS: Final = "facts.json"
+_ARRAYS: Final = "arrays"
+_BUFFER_BYTES: Final = 64 << 20  # of arrays that are not written yet
+_ARRAY_BYTES: Final = 200  # that an array takes beside its numbers
+_OPEN_FILES: Final = 64
 _NUMBERS: Final = ("int", "float")
 _FEW_TEXTS: Final = 0.1  # of the cells of a CSV column of numbers
 _BOM_FORMATS: Final = (".csv", ".jsonl")  # which may begin with a byte-order mark
 _CONTROL: Final = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
+_MAX_STAMP: Final = 1e300  # differences of larger numbers may be infinite
 _STAMP_UNITS: Final = {"timestamp[s": 1.0, "timestamp[ms": 1e-3, "timestamp[us": 1e-6, "timestamp[ns": 1e-9}
 
 
@@ -99,6 +106,7 @@ class FileFacts(msgspec.Struct):
         time_kind: ``number``, ``text`` or ``timestamp``; empty without stamps.
         time_unit_s: Seconds of one unit of stamps that are dates; 0 of numbers, whose unit is not known.
         time_base: The first stamp in its unit; stamps are written relative to it, so that float64 keeps their differences.
+        places: Of a small file where each array is in ``arrays``: first byte and bytes.
     """
 
     rows: int = 0
@@ -108,6 +116,7 @@ class FileFacts(msgspec.Struct):
     time_kind: str = ""
     time_unit_s: float = 0.0
     time_base: int | float = 0
+    places: dict[str, tuple[int, int]] = {}
 
 
 def scan_files(
@@ -192,6 +201,10 @@ class _FileScan:
         self._file, self._folder, self._time, self._group = file, folder, time, group
         self._facts = FileFacts()
         self._codes: dict[str, int] = {}
+        self._num_numeric = 0
+        self._pending: dict[str, list[NDArray[Any]]] = {}
+        self._pending_bytes = 0
+        self._is_small = True
 
     def run(self, meter: FileMeter) -> FileFacts:
         facts = self._facts
@@ -210,6 +223,10 @@ class _FileScan:
         if self._file.kind == ".csv":
             for column in facts.columns.values():
                 _join_texts(column)
+        if self._is_small:
+            self._write_together()
+        else:
+            self._flush()
         return facts
 
     def _add(self, column: ColumnFacts, cells: Cells) -> None:
@@ -230,7 +247,8 @@ class _FileScan:
         where = np.flatnonzero((cells.kinds == INT) | (cells.kinds == FLOAT))
         if len(where):
             if column.numbers < 0:
-                column.numbers = sum(other.numbers >= 0 for other in self._facts.columns.values())
+                column.numbers = self._num_numeric
+                self._num_numeric += 1
             self._write(f"numbers-{column.numbers}", row + where, cells.numbers[where])
         column.is_number_text = column.is_number_text and all(
             _is_finite_number(cells.values[at]) for at in np.flatnonzero(cells.kinds == STRING).tolist()
@@ -252,7 +270,8 @@ class _FileScan:
             if not kind or facts.time_kind not in ("", kind):
                 raise refused(
                     f"{self._file.path}: row {facts.rows + at}, column {quoted(name)}: {_shown(cells, at)}",
-                    "a stamp is a finite number, or a date and time as ISO 8601 writes them, alike in all rows",
+                    f"a stamp is a number from {-_MAX_STAMP:g} to {_MAX_STAMP:g}, or a date and time as ISO 8601 writes them, "
+                    "alike in all rows",
                     "another --time column, or without that row",
                 )
             if not facts.time_kind:
@@ -287,8 +306,27 @@ class _FileScan:
         self._append(f"{name}.values", values)
 
     def _append(self, name: str, values: NDArray[Any]) -> None:
-        with open(self._folder / name, "ab", opener=opener) as file:
-            file.write(values.tobytes())
+        self._pending.setdefault(name, []).append(values)
+        self._pending_bytes += values.nbytes + _ARRAY_BYTES
+        if self._pending_bytes > _BUFFER_BYTES:
+            self._flush()
+            self._is_small = False
+
+    def _flush(self) -> None:
+        """Append the arrays to files of their own."""
+        for name, parts in self._pending.items():
+            with open(self._folder / name, "ab", opener=opener) as file:
+                file.writelines(part.tobytes() for part in parts)
+        self._pending, self._pending_bytes = {}, 0
+
+    def _write_together(self) -> None:
+        """Write the arrays into one file, each from a multiple of 8 bytes on."""
+        with open(self._folder / _ARRAYS, "wb", opener=opener) as file:
+            for name, parts in self._pending.items():
+                begin = file.tell()
+                file.writelines(part.tobytes() for part in parts)
+                self._facts.places[name] = begin, file.tell() - begin
+                file.write(bytes(-file.tell() % 8))
 
 
 def _encoding(file: InputFile) -> str:
@@ -339,9 +377,11 @@ def _shown(cells: Cells, at: int) -> str:
 def _stamp(cells: Cells, at: int) -> tuple[int | float, str]:
     """The stamp of a cell in its unit, and its kind; an empty kind if it is none."""
     kind, value = int(cells.kinds[at]), cells.values[at]
+    if kind in (INT, FLOAT) and not abs(cells.numbers[at]) <= _MAX_STAMP:  # nor is NaN
+        return 0, ""
     if kind == INT:
         return int(value), "number"
-    if kind == FLOAT and np.isfinite(cells.numbers[at]):
+    if kind == FLOAT:
         return float(cells.numbers[at]), "number"
     if kind == OTHER and _unit_s(cells.stored):
         return int(value), "timestamp"
@@ -395,9 +435,27 @@ def _is_utf16(value: bytes) -> bool:
         return False
 
 
-def numbers_of(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Rows and values that the reading of a file has written, [numbers] each, mapped into memory."""
-    return mapped(folder / f"{name}.rows", np.int64), mapped(folder / f"{name}.values", np.float64)
+class ScannedArrays:
+    """The arrays that the reading of all files has written.
+
+    Args:
+        folder: That of the scan.
+        facts: Of the files.
+    """
+
+    def __init__(self, folder: Path, facts: Sequence[FileFacts]) -> None:
+        self._folder, self._facts = folder, facts
+        self._together = lru_cache(maxsize=_OPEN_FILES)(self._map_together)
+
+    def read(self, file: int, name: str, dtype: Any) -> NDArray[Any]:
+        """An array of a file, of one dim, mapped into memory; an array that was not written is empty."""
+        if self._facts[file].places:
+            begin, size = self._facts[file].places.get(name, (0, 0))
+            return self._together(file)[begin : begin + size].view(dtype)
+        return mapped(self._folder / str(file) / name, dtype)
+
+    def _map_together(self, file: int) -> NDArray[np.uint8]:
+        return mapped(self._folder / str(file) / _ARRAYS, np.uint8)
 
 
 def mapped(path: Path, dtype: Any) -> NDArray[Any]:

@@ -12,11 +12,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quality.columns.scan import FileFacts, mapped, numbers_of, require_few_groups
+from unisono.quality.columns.scan import FileFacts, ScannedArrays, require_few_groups
 from unisono.storage.files import opener
 
 _CHUNK: Final = 1 << 20
 _OPEN_FILES: Final = 64
+_IN_MEMORY: Final = 1 << 20  # bytes
 Chunk = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -59,16 +60,16 @@ class Column:
     """The numbers of a column, as ``scan`` has written them, file by file.
 
     Args:
-        folder: That of the scan.
+        arrays: Of the scan.
         files: Per file the name of its numbers; None where it has none.
         groups: Of the rows.
         shifts: Per file what is added to its numbers.
     """
 
     def __init__(
-        self, folder: Path, files: Sequence[str | None], groups: Groups, shifts: Sequence[float] | None = None
+        self, arrays: ScannedArrays, files: Sequence[str | None], groups: Groups, shifts: Sequence[float] | None = None
     ) -> None:
-        self._folder, self._files, self._groups = folder, files, groups
+        self._arrays, self._files, self._groups = arrays, files, groups
         self._shifts = shifts or [0.0] * len(files)
         self._codes = lru_cache(maxsize=_OPEN_FILES)(self._map_codes)
         self._numbers = lru_cache(maxsize=_OPEN_FILES)(self._map_numbers)
@@ -99,10 +100,11 @@ class Column:
         return int(self._groups.numbers[file][self._codes(file)[at]])
 
     def _map_numbers(self, file: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        return numbers_of(self._folder / str(file), self._files[file] or "")
+        name = self._files[file]
+        return self._arrays.read(file, f"{name}.rows", np.int64), self._arrays.read(file, f"{name}.values", np.float64)
 
     def _map_codes(self, file: int) -> NDArray[np.int32]:
-        return mapped(self._folder / str(file) / "groups.codes", np.int32)
+        return self._arrays.read(file, "groups.codes", np.int32)
 
     def series(self, folder: Path) -> Series:
         """The finite numbers by groups, in new files of a folder."""
@@ -136,9 +138,11 @@ def groups_of(facts: Sequence[FileFacts], column: str | None) -> Groups:
 
 
 def new_array(path: Path, count: int, dtype: Any) -> NDArray[Any]:
-    """An array of zeros in a new file that is mapped into memory. Raises OSError where there is no room for it."""
+    """An array of zeros, a large one in a new file that is mapped into memory. Raises OSError where there is no room for it."""
+    if count * np.dtype(dtype).itemsize <= _IN_MEMORY:
+        return np.zeros(count, dtype)
     with open(path, "w+b", opener=opener) as file:
         file.truncate(count * np.dtype(dtype).itemsize)
-        if count and hasattr(os, "posix_fallocate"):  # without room a write to the array would kill the process
+        if hasattr(os, "posix_fallocate"):  # without room a write to the array would kill the process
             os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
-    return np.memmap(path, dtype, mode="r+") if count else np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r+")

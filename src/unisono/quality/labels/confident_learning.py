@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+MIN_SAMPLES: Final = 5  # of a class that is suggested: a threshold is a mean (cleanlab prunes no class below 5 either)
 Z_SCORE: Final = 3.5  # from which on a loss is an outlier (Iglewicz and Hoaglin)
 _NORMAL: Final = 0.6745  # median absolute deviation of a normal distribution, in standard deviations
 _BATCH: Final = 1 << 16  # rows at once
@@ -37,10 +38,11 @@ class Suspects:
 def confident_suspects(labels: NDArray[np.int64], probabilities: NDArray[np.float32]) -> Suspects:
     """Find label errors by confident learning.
 
-    The threshold of a class is the mean probability of it over the samples that have its label. A sample counts as one of the
-    most probable class among those whose threshold it reaches. It is a suspect if that is another class than its label, so off
-    the diagonal of the confident joint. Suspects are ranked by the normalised margin: the probability of the label less the
-    largest of another class.
+    The threshold of a class is the mean probability of it over the samples that have its label. A class of fewer than
+    ``MIN_SAMPLES`` has no threshold, as a mean of so few says little, so it is suggested to no sample; its own samples can be
+    suspects. A sample counts as one of the most probable class among those whose threshold it reaches. It is a suspect if that
+    is another class than its label, so off the diagonal of the confident joint. Suspects are ranked by the normalised margin:
+    the probability of the label less the largest of another class.
 
     Args:
         labels: Number of each sample's class, int64 [samples].
@@ -49,9 +51,7 @@ def confident_suspects(labels: NDArray[np.int64], probabilities: NDArray[np.floa
     own = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     counts = np.bincount(labels, minlength=probabilities.shape[1])
     sums = np.bincount(labels, own, minlength=probabilities.shape[1])
-    thresholds = np.where(
-        counts > 0, sums / np.maximum(counts, 1), np.inf
-    )  # a class without samples is suggested to none
+    thresholds = np.where(counts >= MIN_SAMPLES, sums / np.maximum(counts, 1), np.inf)
     rows: list[NDArray[Any]] = []
     suggested: list[NDArray[Any]] = []
     margins: list[NDArray[Any]] = []

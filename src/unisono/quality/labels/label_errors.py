@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -51,7 +50,8 @@ class LabelsResult:
         ranked_by: ``probabilities``, ``losses``, or empty without either.
         evaluated: Documents that have a loss.
         mean_loss: Of these, by models that did not train on them; None without losses.
-        chance_loss: The loss of models that know nothing, for which all labels are alike; None unless there are probabilities.
+        chance_loss: The loss of models that know only the share of each label: the entropy of the shares; None unless there are
+            probabilities.
         suspects: Of these, documents whose label is likely wrong.
         confusions: Suspects by label and suggested label: ``[label, suggested, count]``, the most common first.
         options: What counted as the same document.
@@ -75,7 +75,7 @@ class LabelsResult:
 
     @property
     def is_near_chance(self) -> bool:
-        """Whether the models hardly know more than the number of labels: what they contradict is not likely wrong then."""
+        """Whether the models hardly know more than the shares of the labels: what they contradict is not likely wrong then."""
         return (
             self.mean_loss is not None
             and self.chance_loss is not None
@@ -164,7 +164,7 @@ def find_label_errors(
             ranked_by=suspects.ranked_by,
             evaluated=suspects.evaluated,
             mean_loss=suspects.mean_loss if suspects.evaluated else None,
-            chance_loss=math.log(len(labels.counts())) if suspects.ranked_by == "probabilities" else None,
+            chance_loss=suspects.chance_loss,
             suspects=len(suspects),
             confusions=_confusions(suspects, labels),
             options=options,

@@ -37,6 +37,8 @@ class LabelSuspects:
         loss: Their losses, float64 [suspects].
         fold: The parts that were held out with them, int64 [suspects].
         mean_loss: Of all documents that have one; NaN without any.
+        chance_loss: That of a model that gives each label its share of these documents, which is the entropy of the shares; None
+            where only losses are known.
         typical: Of each label the documents whose label models that did not train on them are surest of.
     """
 
@@ -50,6 +52,7 @@ class LabelSuspects:
     loss: NDArray[np.float64]
     fold: NDArray[np.int64]
     mean_loss: float
+    chance_loss: float | None
     typical: Mapping[int, Sequence[int]]
 
     def __len__(self) -> int:
@@ -69,6 +72,7 @@ NO_SUSPECTS: Final = LabelSuspects(
     loss=_NO_VALUES,
     fold=_NO_NUMBERS,
     mean_loss=math.nan,
+    chance_loss=None,
     typical={},
 )
 
@@ -132,8 +136,15 @@ def find_suspects(
         loss=losses.loss[ranked.row],
         fold=losses.fold[ranked.row],
         mean_loss=float(losses.loss.mean()) if len(losses.loss) else math.nan,
+        chance_loss=_entropy(losses.target) if about.classes else None,
         typical=typical,
     )
+
+
+def _entropy(classes: NDArray[np.int64]) -> float:
+    """The entropy of the shares of classes, in nats; 0 without samples."""
+    shares = np.unique(classes, return_counts=True)[1] / max(len(classes), 1)
+    return float(-np.sum(shares * np.log(shares)))
 
 
 def _part_of(losses: SampleLosses, which: NDArray[np.bool_]) -> SampleLosses:
