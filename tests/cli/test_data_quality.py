@@ -98,7 +98,8 @@ def test_leak(desk: Desk) -> None:
     assert clean.json["pairs"] == []
 
 
-def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk, sent: signal.Signals) -> None:
     write(desk.folder, "a.jsonl", *(f"{TEXT} {number}" for number in range(40_000)))
     command = [sys.executable, "-m", "unisono", "data", "dedup", "a.jsonl", "--out", "out", "--workers", "1"]
     stopped = subprocess.Popen(
@@ -106,7 +107,7 @@ def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
     )
     journal = desk.folder / "out" / "work" / "sketches" / "chunks.jsonl"
     wait_until(lambda: stopped.poll() is not None or journal.exists(), "the first chunk")
-    stopped.send_signal(signal.SIGTERM)
+    stopped.send_signal(sent)
     _, err = stopped.communicate(timeout=60)
     assert stopped.returncode == 75, err
     assert "the same command goes on in out" in err
