@@ -39,6 +39,14 @@ _LEVEL = "unisono.log_level"
 _TRUST = "--trust-python"
 
 
+class ExpandedPath(click.Path):
+    """A path in which ``~`` at the beginning is the user's home, also in ``--out=~/results``, where no shell expands it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
 class FiniteRange(click.FloatRange):
     """Numbers of a range. click's own takes NaN, which is neither below nor above a bound."""
 
@@ -79,7 +87,7 @@ def trusts_python(function: F) -> F:
 def takes_config(function: F) -> F:
     """Decorator that adds the arguments CONFIG and ``--set``, and ``--trust-python``."""
     function = trusts_python(function)
-    function = click.argument("config", nargs=-1, type=click.Path())(function)
+    function = click.argument("config", nargs=-1, type=ExpandedPath())(function)
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
     )(function)

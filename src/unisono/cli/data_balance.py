@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, common_options, print_result
+from unisono.cli.common import ExpandedPath, FiniteRange, common_options, print_result
 from unisono.cli.data_common import InputPath, with_places
 from unisono.cli.job_progress import resumable
 from unisono.sanitize import printable
@@ -21,7 +21,7 @@ _SHOWN: Final = 20  # classes that fit on a screen
 @click.command("balance")
 @click.argument("inputs", nargs=-1, required=True, type=InputPath())
 @click.option("--label", default="targets", show_default=True, metavar="FIELD", help="Field of the label.")
-@click.option("--out", type=click.Path(path_type=Path), help="A new folder for the weights and a report.")
+@click.option("--out", type=ExpandedPath(path_type=Path), help="A new folder for the weights and a report.")
 @click.option(
     "--power",
     type=FiniteRange(min=0.0, max=2.0),

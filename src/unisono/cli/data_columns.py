@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, common_options, print_result
+from unisono.cli.common import ExpandedPath, FiniteRange, common_options, print_result
 from unisono.cli.data_common import InputPath, with_places
 from unisono.cli.job_progress import resumable
 from unisono.errors import ConfigError
@@ -22,7 +22,7 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
 
 @click.command("columns")
 @click.argument("inputs", nargs=-1, required=True, type=InputPath())
-@click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and all flagged values.")
+@click.option("--out", type=ExpandedPath(path_type=Path), help="A new folder for a report and all flagged values.")
 @click.option("--column", "columns", multiple=True, metavar="NAME", help="A numeric column to judge (default: all).")
 @click.option("--time", metavar="NAME", help="Column of stamps: numbers, or dates as ISO 8601 writes them.")
 @click.option("--group", metavar="NAME", help="Column whose values are a series each, such as a sensor.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.cli.data_common import (
     IMAGE_NEAR,
     InputPath,
@@ -33,10 +33,10 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 @click.option(
     "--label", metavar="FIELD", help="Field of the labels (default: the folder of files, the class of image records)."
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option("--out", required=True, type=ExpandedPath(path_type=Path), help="A new folder for the results.")
 @click.option(
     "--losses",
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="Folder of unisono tune folds --sample-losses over INPUTS: also look for labels that its models contradict.",
 )
 @click.option("--whole-rows", is_flag=True, help="Compare rows without their label: for tables without a text.")
@@ -128,10 +128,10 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
 @click.option(
     "--marks",
     required=True,
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="The file that the page of unisono data labels saved.",
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option("--out", required=True, type=ExpandedPath(path_type=Path), help="A new folder for the results.")
 @worker_options
 @common_options
 def relabel_documents(

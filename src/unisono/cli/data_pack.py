@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import common_options, fractions, print_result
+from unisono.cli.common import ExpandedPath, common_options, fractions, print_result
 from unisono.cli.data_common import source_of
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
@@ -46,8 +46,8 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 
 
 @click.command("pack")
-@click.argument("source", type=click.Path(path_type=Path, allow_dash=True))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=ExpandedPath(path_type=Path, allow_dash=True))
+@click.argument("target", type=ExpandedPath(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), help="What SOURCE holds; guessed where that is clear.")
 @click.option(
     "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="On a bad input."
@@ -62,7 +62,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 @_option("images", "--shards", type=click.IntRange(min=1), help="files, of equal numbers of images.")
 @_option("images", "--image", metavar="NAME", help="SOURCE is a table or a tar, this field the image.")
 @_option("images", "--label", metavar="NAME", help="… and this one its label or labels.")
-@_option("images", "--root", type=click.Path(path_type=Path), help="folder of a list's paths; default the list's.")
+@_option("images", "--root", type=ExpandedPath(path_type=Path), help="folder of a list's paths; default the list's.")
 @_option("images", "--follow-links", is_flag=True, default=None, help="links that lead out of the folder, too.")
 @_option("images", "--resize", type=click.IntRange(min=1), metavar="PX", help="the short side.")
 @_option("images", "--center-crop", is_flag=True, default=None, help="the largest centred square, before resizing.")

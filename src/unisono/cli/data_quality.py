@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import common_options, fractions, print_result
+from unisono.cli.common import ExpandedPath, common_options, fractions, print_result
 from unisono.cli.data_common import (
     COLUMN,
     ON_ERROR,
@@ -31,7 +31,7 @@ _LANGUAGES: Final = 10  # languages that fit on a line
 
 
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=InputPath())
-_OUT = click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+_OUT = click.option("--out", required=True, type=ExpandedPath(path_type=Path), help="A new folder for the results.")
 _INDEX_ONLY = click.option(
     "--index-only",
     is_flag=True,
@@ -90,7 +90,7 @@ def dedup_documents(
     "--recipe",
     "recipes",
     multiple=True,
-    type=click.Path(),
+    type=ExpandedPath(),
     help="A TOML file with the steps (default: all but masking and decontamination); unisono data recipe prints one.",
 )
 @click.option(
@@ -183,7 +183,7 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.argument("others", nargs=-1, required=True, type=InputPath(), metavar="TEST...")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="A new folder for a report and the row indices of documents that do not leak.",
 )
 @image_duplicate_options

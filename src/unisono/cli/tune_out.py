@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from unisono.cli.common import ExpandedPath
 from unisono.cli.terminal import is_of_output
 from unisono.storage.write_errors import explained_write_errors
 
@@ -35,6 +36,6 @@ def takes_out(help: str) -> Callable[[F], F]:
                     printing = error
             raise printing
 
-        return click.option("--out", required=True, type=click.Path(file_okay=False), help=help)(cast(F, with_out))
+        return click.option("--out", required=True, type=ExpandedPath(file_okay=False), help=help)(cast(F, with_out))
 
     return decorate
