@@ -66,7 +66,7 @@ def find_labels(
 
     INPUTS are tables with a field of text or images, folders of these, or folders of images; they do not change. Conflicts are
     documents that are the same or near each other and have different labels. Suspects are documents whose label models
-    contradict that did not train on them. After a kill, the same command goes on.
+    contradict that did not train on them. The same command goes on after an interruption.
 
     \b
     OUT/report.html      both, with buttons; saves marks.json, which unisono data relabel takes
