@@ -91,10 +91,10 @@ def params(
 ) -> None:
     """Search for the values of settings with which CONFIG trains best.
 
-    The first trial has CONFIG's own values, where they are in the ranges. The folder gets a run for each trial, report.html, and
-    best.toml, which unisono train takes, both after each trial. A search that was killed, or stopped by Ctrl-C, goes on with the
-    same command; several may work on one folder. With --transfer a coordinate check comes first. Exit code 1: no trial has a
-    result, or the check says that the learning rate does not transfer.
+    The first trial has CONFIG's own values, where they are in the ranges. The folder gets a run for each trial, report.html,
+    and best.toml, which unisono train takes, both after each trial. A search that was interrupted (exit code 75 after Ctrl-C or
+    SIGTERM) goes on with the same command; several may work on one folder. With --transfer a coordinate check comes first. Exit
+    code 1: no trial has a result, or the check says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.search import Budget
