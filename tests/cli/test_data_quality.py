@@ -593,19 +593,3 @@ def test_parquet_with_columns_of_any_type(desk: Desk) -> None:
     found = parquet.read_table(desk.folder / "out" / "data" / "a.parquet")
     assert found.schema.equals(table.schema)
     assert found.to_pylist() == [table.to_pylist()[0], {**table.to_pylist()[1], "text": "<EMAIL>"}]
-
-
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
-        ("mask.kinds=email,phone", """--set 'mask.kinds=["email", "phone"]'"""),
-        ("mask.kinds=email", """--set 'mask.kinds=["email"]'"""),
-        ("mask.kinds=emial", "did you mean 'email'?"),
-        ("filter.languages=en,de", """--set 'filter.languages=["en", "de"]'"""),
-    ],
-)
-def test_a_list_without_brackets(desk: Desk, given: str, nearest: str) -> None:
-    write(desk.folder, "a.jsonl", TEXT)
-    done = desk.here("data", "clean", "a.jsonl", "--out", "out", "--set", given)
-    assert done.code == 2
-    assert done.err.splitlines()[-1].startswith(f"  try:  {nearest}")
