@@ -20,8 +20,10 @@ def main() -> NoReturn:
 
         entry()
     except KeyboardInterrupt:
+        from unisono.exit_codes import REQUEUE
+
         print("unisono: interrupted", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(REQUEUE)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_labels_and_relabel_of_images(desk: Desk) -> None:
     strict = desk.here("data", "labels", "photos", "--out", "strict", "--image-near", "1.0", "--json").json
     assert (strict["conflicts"], strict["content"], strict["label"]) == (0, "images", "targets")
     for options, said in (
-        (("photos", "--near", "0.9"), "dedup.near = 0.9, for images"),
+        (("photos", "--near", "0.9"), "--near 0.9, for images"),
         (("photos", "--whole-rows"), "--whole-rows for photos/cat/0.jpg"),
         (("photos", "--exact", "--image-near", "0.9"), "--exact and --image-near 0.9"),
     ):

@@ -267,5 +267,5 @@ def test_an_examination_that_is_ended_leaves_no_process(desk: Desk, tmp_path: Pa
     _, said = process.communicate(timeout=60)
     wait_until(lambda: marked(mark) == [], "the end of the training")
     if number == signal.SIGTERM:
-        assert (process.returncode, said.splitlines()[-1]) == (1, "unisono: interrupted")
+        assert (process.returncode, said.splitlines()[-1]) == (75, "unisono: interrupted")
         assert list(tmp_path.iterdir()) == []

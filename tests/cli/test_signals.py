@@ -44,7 +44,7 @@ def test_a_signal_before_anything_large_is_imported(command: str, name: str, cod
 
 def test_ctrl_c_of_another_command_before_anything_large_is_imported() -> None:
     done = signalled_at_import("data", "SIGINT")
-    assert (done.returncode, done.stderr) == (1, "unisono: interrupted\n")
+    assert (done.returncode, done.stderr) == (REQUEUE, "unisono: interrupted\n")
 
 
 @pytest.mark.parametrize("listens", ["unisono.dist.stop_notice.StopNotice()", "unisono.launch.supervise.StopSignals()"])
@@ -229,4 +229,22 @@ def test_ctrl_c_is_said(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=desk.child_environ(), capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (1, "unisono: interrupted\n")
+    assert (done.returncode, done.stderr) == (REQUEUE, "unisono: interrupted\n")
+
+
+def test_the_end_of_a_file_is_no_interrupt(tmp_path: Path) -> None:
+    """Click makes an Abort of both; a failure that says "run the same command again" would begin again for ever."""
+    desk = Desk(tmp_path, tmp_path / "cache")
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', 'completion', 'bash']\n"
+        "from unisono.cli import completion, main\n"
+        "def fail(**_):\n    raise EOFError('a file that ends early')\n"
+        "completion.command.callback = fail\n"
+        "main.entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=desk.child_environ(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "EOFError: a file that ends early" in done.stderr
+    assert "interrupted" not in done.stderr

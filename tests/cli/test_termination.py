@@ -1,32 +1,30 @@
-"""SIGTERM ends a command as an interrupt that code in C may have replaced by its own."""
+"""SIGTERM ends a command as Ctrl-C does."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from unisono.cli.termination import Terminated, sigterm_interrupts
+from unisono.cli.termination import sigterm_interrupts
 
 
 def test_sigterm_interrupts_and_its_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), sigterm_interrupts():
+    with pytest.raises(KeyboardInterrupt), sigterm_interrupts():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_interrupt_in_place_of_the_one_of_sigterm_is_told_apart_from_ctrl_c() -> None:
-    """Ray's ``get`` catches KeyboardInterrupt of a signal handler in C++ and raises a new one."""
-    with pytest.raises(Terminated), sigterm_interrupts():
-        as_ray_gets()
-    with pytest.raises(KeyboardInterrupt) as caught, sigterm_interrupts():
-        signal.raise_signal(signal.SIGINT)
-    assert caught.type is KeyboardInterrupt
-
-
-def as_ray_gets() -> None:
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt from None
+def test_a_second_sigterm_ends_the_process_at_once() -> None:
+    program = (
+        f"import signal, sys; sys.path[:] = {sys.path!r}\n"
+        "from unisono.cli.termination import sigterm_interrupts\n"
+        "with sigterm_interrupts():\n"
+        "    try:\n        signal.raise_signal(signal.SIGTERM)\n"
+        "    finally:\n        print('cleans up', flush=True)\n        signal.raise_signal(signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "cleans up\n", "")

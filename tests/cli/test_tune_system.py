@@ -137,7 +137,7 @@ def test_the_value_of_the_configuration_is_no_candidate(
     done = desk.here(*command, f"--out={tmp_path / 'system'}", "--try=plan.micro_batch=2,4", "--json")
     assert done.code == 0, done.err
     assert [each["value"] for each in done.json["comparisons"]] == [4]
-    assert done.json["doubt"].startswith("Fewer than 3 pairs are no evidence for plan.micro_batch=4: ")
+    assert done.json["doubt"].startswith("Fewer than 3 pairs are no evidence for or against plan.micro_batch=4: ")
     assert done.json["doubt"] in (tmp_path / "system" / "report.html").read_text()
     three = desk.here(*command[:-1], f"--out={tmp_path / 'three'}", "--try=plan.micro_batch=4", "--json")
     assert (three.json["kept"], three.json["doubt"]) == ({"plan.micro_batch": 4}, None)

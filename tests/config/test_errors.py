@@ -131,6 +131,7 @@ def test_a_wrong_value_is_told_even_where_a_later_layer_replaces_it(run):
         ("name = 2024-01-31", ("1: name = 2024-01-31", "name takes a string", 'name = "2024-01-31"')),
         ("note = 1", ("1: note = 1", 'note takes a string or "none"', 'note = "1"')),
         ("tags = 'a'", ('1: tags = "a"', "tags takes an array of strings", 'tags = ["a"]')),
+        ("tags = 'a, b'", ('1: tags = "a, b"', "tags takes an array of strings", 'tags = ["a", "b"]')),
         (
             "tags = ['a', 'b', 3]",
             ('1: tags = ["a", "b", 3]', "tags takes an array of strings; see element 2", "tags = [] (the default)"),

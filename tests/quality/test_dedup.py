@@ -367,7 +367,7 @@ def test_a_damaged_report(tmp_path: Path) -> None:
 
 
 def test_no_inputs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no paths"):
+    with pytest.raises(DataError, match="no input"):
         dedup([], tmp_path / "out")
 
 

@@ -198,7 +198,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         clean([tmp_path / "images", tmp_path / "nested.jsonl"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"filter\.min_words = 3, for images"):
         clean([tmp_path / "images"], tmp_path / "out", CleanRecipe(filter=FilterOptions(min_words=3)))
-    with pytest.raises(ConfigError, match=r"dedup\.image_near = 0\.9, for text"):
+    with pytest.raises(ConfigError, match=r"--image-near 0\.9, for text"):
         clean([tmp_path / "a.jsonl"], tmp_path / "out", only_dedup(DuplicateOptions(image_near=0.9)))
     (tmp_path / "images" / "broken.jpg").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"broken\.jpg: .*1 such documents in all"):

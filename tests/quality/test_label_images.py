@@ -22,9 +22,11 @@ from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.data.dataset import read_samples
 from unisono.data.kept_rows import kept_samples, read_kept_rows, without_dropped
+from unisono.data.recordio import ImageHeader, pack_header
 from unisono.data.sample_losses import VERSION, LossesOf, SampleLosses, describe_files
 from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
+from unisono.quality.image_records import with_class
 from unisono.quality.labels import page as label_page
 from unisono.quality.labels.label_errors import find_label_errors
 from unisono.quality.labels.relabel import relabel
@@ -360,7 +362,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     folder = squares(tmp_path / "photos", NAMES)
     with pytest.raises(DataError, match=r"--whole-rows for .*, a file that is one document"):
         find_label_errors([folder], tmp_path / "out", whole_rows=True)
-    with pytest.raises(ConfigError, match=r"dedup\.near = 0\.9, for images"):
+    with pytest.raises(ConfigError, match=r"--near 0\.9, for images"):
         find_label_errors([folder], tmp_path / "out", options=DuplicateOptions(near=0.9))
     with pytest.raises(DataError, match=r"field 'label' of .*, a file that is one document"):
         find_label_errors([folder], tmp_path / "label", "label")
@@ -372,6 +374,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one", "label": "a"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl without --label"):
         find_label_errors([tmp_path / "a.jsonl"], tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"dedup\.image_near = 0\.9, for text"):
+    with pytest.raises(ConfigError, match=r"--image-near 0\.9, for text"):
         find_label_errors([tmp_path / "a.jsonl"], tmp_path / "out", "label", options=DuplicateOptions(image_near=0.9))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "rule"),
+    [
+        ((), "class 'cat' for an image record without class names", "class labels of such records are integers"),
+        (("dog", "owl"), "class 'cat' for an image record whose 2 classes are others", "one of those in .classes.txt"),
+    ],
+)
+def test_a_class_that_an_image_record_cannot_have(names: tuple[str, ...], given: str, rule: str) -> None:
+    row = {"data": pack_header(ImageHeader(label=1.0), b"")}
+    with pytest.raises(DataError) as caught:
+        with_class(row, names, "cat")
+    assert caught.value.problems[0].given == given
+    assert rule in caught.value.problems[0].rule

@@ -100,6 +100,17 @@ def test_what_is_much_slower_is_tried_once() -> None:
     assert found.verdict() == "None of 1 settings made steps faster by 2% or more in every pair."
 
 
+@pytest.mark.parametrize("seconds", [1.1, 1.0, 0.5])
+def test_few_pairs_say_nothing_of_a_setting_whether_it_is_kept_or_not(seconds: float) -> None:
+    train = trainings(lambda settings: seconds if settings else 1.0)
+    for pairs in (1, 2):
+        found, _ = swept(train, Candidate(name="a", value=2), pairs=pairs)
+        assert found.doubt.startswith("Fewer than 3 pairs are no evidence for or against a=2: ")
+        assert found.verdict().endswith(found.doubt)
+    found, _ = swept(train, Candidate(name="a", value=2))
+    assert found.doubt == ""
+
+
 def test_what_does_not_train_is_told() -> None:
     found, told = swept(trainings(lambda settings: -1.0 if settings else 1.0), Candidate(name="a", value=2))
     assert told[0].words == "did not train: out of memory"

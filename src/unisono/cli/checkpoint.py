@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from unisono.cli.common import (
+    ExpandedPath,
     FiniteRange,
     chosen_checkpoint,
     common_options,
@@ -86,7 +87,7 @@ def _nothing_at(path: str, consequence: str) -> CheckpointError:
 
 @command.command("convert")
 @click.argument("source")
-@click.argument("target")
+@click.argument("target", type=ExpandedPath())
 @click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Files to spread it over.")
 @click.option("--drop-optimizer", is_flag=True, help="Keep the model and its averages only; no run resumes from it.")
 @click.option("--average", is_flag=True, help="Averaged weights in place of the weights, and nothing else.")
@@ -116,7 +117,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 
 @command.command("export")
 @click.argument("run_dir", default="runs/first")
-@click.argument("target", required=False)
+@click.argument("target", required=False, type=ExpandedPath())
 @takes_checkpoint
 @takes_model
 @click.option(

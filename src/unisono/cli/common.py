@@ -39,18 +39,15 @@ _LEVEL = "unisono.log_level"
 _TRUST = "--trust-python"
 
 
-class FiniteRange(click.FloatRange):
-    """Numbers of a range. click's own takes NaN, which is neither below nor above a bound."""
+class ExpandedPath(click.Path):
+    """A path in which ``~`` at the beginning is the user's home, also in ``--out=~/results``, where no shell expands it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See click."""
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
-        return number
+        return super().convert(os.path.expanduser(value), param, ctx)
 
 
-class OutPath(click.Path):
+class OutPath(ExpandedPath):
     """The folder for results. Without a name, as an empty variable of a shell gives it, it would be the current folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -63,6 +60,17 @@ class OutPath(click.Path):
                 nearest="the path of a new folder",
             )
         return super().convert(value, param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range. click's own takes NaN, which is neither below nor above a bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 def common_options(function: F) -> F:
@@ -94,7 +102,7 @@ def trusts_python(function: F) -> F:
 def takes_config(function: F) -> F:
     """Decorator that adds the arguments CONFIG and ``--set``, and ``--trust-python``."""
     function = trusts_python(function)
-    function = click.argument("config", nargs=-1, type=click.Path())(function)
+    function = click.argument("config", nargs=-1, type=ExpandedPath())(function)
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
     )(function)

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from unisono.cli.common import FiniteRange, common_options, print_result, trust_arguments, trusts_python
+from unisono.cli.common import ExpandedPath, FiniteRange, common_options, print_result, trust_arguments, trusts_python
 from unisono.cli.termination import sigterm_interrupts
 
 
 @click.command("compare")
-@click.argument("run_dirs", nargs=-1, required=True, metavar="A B [C …]", type=click.Path(file_okay=False))
+@click.argument("run_dirs", nargs=-1, required=True, metavar="A B [C …]", type=ExpandedPath(file_okay=False))
 @click.option("--max-ratio", multiple=True, metavar="NAME=X", help="Fail if the figure is above X times that of A.")
 @click.option("--min-ratio", multiple=True, metavar="NAME=X", help="Fail if the figure is below X times that of A.")
 @click.option("--max-delta", multiple=True, metavar="NAME=X", help="Fail if the figure minus that of A is above X.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import common_options, load_run_config, print_json, print_result, takes_config
+from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_json, print_result, takes_config
 from unisono.config import diff, explain, render_origins, schema
 from unisono.train.config import RunConfig
 
@@ -47,8 +47,8 @@ def print_schema(as_json: bool) -> None:
 
 
 @command.command("diff")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=ExpandedPath())
+@click.argument("b", type=ExpandedPath())
 @common_options
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two configuration files; exit 1 if anything does."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import FiniteRange, common_options, print_json, print_result
+from unisono.cli.common import ExpandedPath, FiniteRange, common_options, print_json, print_result
 from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
 from unisono.cli.data_common import source_of
@@ -47,7 +47,7 @@ command.add_command(check_table_columns)
 
 
 @command.command("verify")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=ExpandedPath(path_type=Path))
 @common_options
 def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
     """Read all of FILES and their indexes and name all that is not as written. Each file counts by itself.
@@ -75,8 +75,8 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 
 
 @command.command("repair")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=ExpandedPath(path_type=Path))
+@click.argument("target", type=ExpandedPath(path_type=Path))
 @common_options
 def repair_file(source: Path, target: Path, as_json: bool) -> None:
     """Write what can be saved of SOURCE (RecordIO) to TARGET, a new file, and name what is lost."""
@@ -90,7 +90,7 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
 
 
 @command.command("reindex")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=ExpandedPath(path_type=Path))
 @common_options
 def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     """Write the indexes of FILES (RecordIO) anew, trusting each file as it is."""
@@ -109,8 +109,8 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 @command.command("convert")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=ExpandedPath(path_type=Path))
+@click.argument("target", type=ExpandedPath(path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Take the place of a TARGET that exists.")
 @click.option("--column", "columns", multiple=True, metavar="NAME", help="Only this field; again for each.")
 @click.option(
@@ -120,7 +120,7 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
 @click.option(
     "--kept-rows",
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="Only the rows that unisono data clean, dedup, split, leak or relabel kept in FOLDER.",
 )
 @common_options
@@ -156,8 +156,8 @@ def convert_file(
 
 
 @command.command("shard")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--into", "prefix", required=True, type=click.Path(path_type=Path), help="Beginning of the new names.")
+@click.argument("files", nargs=-1, required=True, type=ExpandedPath(path_type=Path))
+@click.option("--into", "prefix", required=True, type=ExpandedPath(path_type=Path), help="Beginning of the new names.")
 @click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="How many; 1 merges.")
 @common_options
 def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
@@ -173,8 +173,8 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
 
 
 @command.command("inspect")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--sheet", type=click.Path(path_type=Path), help="Write a PNG here of up to 64 images of a .rec.")
+@click.argument("file", type=ExpandedPath(path_type=Path))
+@click.option("--sheet", type=ExpandedPath(path_type=Path), help="Write a PNG here of up to 64 images of a .rec.")
 @common_options
 def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
     """Show what FILE holds.
@@ -220,7 +220,7 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
 
 
 @command.command("stats")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=ExpandedPath(path_type=Path))
 @common_options
 def file_stats(file: Path, as_json: bool) -> None:
     """Count what FILE holds: of RecordIO sizes, labels and image sizes; of a token shard documents and their lengths."""
@@ -244,7 +244,7 @@ def file_stats(file: Path, as_json: bool) -> None:
 
 
 @command.command("bench")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=ExpandedPath(path_type=Path))
 @click.option("--seconds", default=1.0, show_default=True, type=FiniteRange(min=0.05), help="Of each of three repeats.")
 @click.option(
     "--size", default=224, show_default=True, type=click.IntRange(min=1), help="Side of the crops, in pixels."
@@ -268,7 +268,7 @@ def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
 
 
 @command.command("cat")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=ExpandedPath(path_type=Path))
 @click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
 @common_options
 def cat_record(file: Path, number: int, as_json: bool) -> None:

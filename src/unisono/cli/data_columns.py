@@ -79,8 +79,8 @@ def check_table_columns(
 
     INPUTS are tables, or images, or folders of these, one data set; they do not change. Compared are columns, types, modes of
     images in bytes, and encodings. Of numeric columns outliers, values that are not finite and stuck values are named, of
-    stamps gaps and steps back. With --unify the exit code is 0 once the copy is written. After a kill, the same command goes
-    on.
+    stamps gaps and steps back. With --unify the exit code is 0 once the copy is written. The same command goes on
+    after an interruption.
 
     \b
     OUT/data           with --mask or --unify: the changed tables, under the inputs' names

@@ -77,7 +77,9 @@ def worker_options(function: F) -> F:
             help="Send documents to a Ray cluster: auto (that of this machine), HOST:PORT, or local (one for this command).",
         ),
         click.option(
-            "--workers", type=click.IntRange(min=0), help="Most processes; 0 = this one (default: by size and cores)."
+            "--workers",
+            type=click.IntRange(min=0),
+            help="Maximum number of worker processes; 0 = in this process (default: by size and cores).",
         ),
     ):
         with_workers = option(with_workers)
@@ -95,19 +97,19 @@ def text_duplicate_options(function: F) -> F:
             type=click.IntRange(min=0),
             default=0,
             show_default=True,
-            help="Seed of the MinHash signatures and, for data split, of the assignment.",
+            help="Seed of the MinHash hash functions and, for data split, of the assignment.",
         ),
         click.option(
             "--num-perm",
             type=click.IntRange(min=16, max=1024),
-            help="Values of a MinHash signature (default: 128).",
+            help="Number of MinHash permutations (default: 128).",
         ),
         click.option("--ngram", type=click.IntRange(min=1, max=50), help="Words per shingle (default: 5)."),
         click.option("--exact", is_flag=True, help="Only documents with the same text, or the same file of an image."),
         click.option(
             "--near",
             type=FiniteRange(min=0.1, max=1.0),
-            help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
+            help="Minimum Jaccard similarity of two duplicates (default: 0.8).",
         ),
     ):
         function = option(function)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import OutPath, common_options, print_result
+from unisono.cli.common import ExpandedPath, OutPath, common_options, print_result
 from unisono.cli.data_common import (
     IMAGE_NEAR,
     InputPath,
@@ -36,7 +36,7 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 @click.option("--out", required=True, type=OutPath(path_type=Path), help="A new folder for the results.")
 @click.option(
     "--losses",
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="Folder of unisono tune folds --sample-losses over INPUTS: also look for labels that its models contradict.",
 )
 @click.option("--whole-rows", is_flag=True, help="Compare rows without their label: for tables without a text.")
@@ -66,7 +66,7 @@ def find_labels(
 
     INPUTS are tables with a field of text or images, folders of these, or folders of images; they do not change. Conflicts are
     documents that are the same or near each other and have different labels. Suspects are documents whose label models
-    contradict that did not train on them. After a kill, the same command goes on.
+    contradict that did not train on them. The same command goes on after an interruption.
 
     \b
     OUT/report.html      both, with buttons; saves marks.json, which unisono data relabel takes
@@ -128,7 +128,7 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
 @click.option(
     "--marks",
     required=True,
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="The file that the page of unisono data labels saved.",
 )
 @click.option("--out", required=True, type=OutPath(path_type=Path), help="A new folder for the results.")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import common_options, fractions, print_result
+from unisono.cli.common import ExpandedPath, common_options, fractions, print_result
 from unisono.cli.data_common import source_of
 from unisono.cli.terminal import echo
-from unisono.cli.termination import Terminated, sigterm_interrupts
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import DataError
 from unisono.exit_codes import REQUEUE
 
@@ -46,8 +46,8 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 
 
 @click.command("pack")
-@click.argument("source", type=click.Path(path_type=Path, allow_dash=True))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=ExpandedPath(path_type=Path, allow_dash=True))
+@click.argument("target", type=ExpandedPath(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), help="What SOURCE holds; guessed where that is clear.")
 @click.option(
     "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="On a bad input."
@@ -62,7 +62,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 @_option("images", "--shards", type=click.IntRange(min=1), help="files, of equal numbers of images.")
 @_option("images", "--image", metavar="NAME", help="SOURCE is a table or a tar, this field the image.")
 @_option("images", "--label", metavar="NAME", help="… and this one its label or labels.")
-@_option("images", "--root", type=click.Path(path_type=Path), help="folder of a list's paths; default the list's.")
+@_option("images", "--root", type=ExpandedPath(path_type=Path), help="folder of a list's paths; default the list's.")
 @_option("images", "--follow-links", is_flag=True, default=None, help="links that lead out of the folder, too.")
 @_option("images", "--resize", type=click.IntRange(min=1), metavar="PX", help="the short side.")
 @_option("images", "--center-crop", is_flag=True, default=None, help="the largest centred square, before resizing.")
@@ -99,7 +99,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 @_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
 @common_options
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
-    """Pack SOURCE into TARGET, which is complete or absent. After a kill, the same command continues where it stopped.
+    """Pack SOURCE into TARGET, which is complete or absent. The same command goes on after an interruption.
 
     \b
     images  a folder (class = folder), a .lst of MXNet, a .csv of path,label, or by --image and --label
@@ -111,8 +111,8 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
 
     Of a folder of results of clean, split or relabel its data are packed; a folder with one table stands for the table.
 
-    What became of every input is written to TARGET.report.json. -v shows progress and time left. After SIGTERM the exit code
-    is 75: the same command goes on.
+    What became of every input is written to TARGET.report.json. -v shows progress and time left. After Ctrl-C
+    or SIGTERM the exit code is 75.
     """
     from unisono.data.convert.pack import PackOptions
 
@@ -141,13 +141,13 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     try:
         with sigterm_interrupts():
             packed = _PACK[kind](source, target, options, settings)
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt:
         kept = f"{target}.part"
         more = (
             f"; finished shards are kept in {kept}, and the same command goes on there" if os.path.exists(kept) else ""
         )
         echo(f"unisono: packing was interrupted{more}", err=True)
-        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)
+        sys.exit(REQUEUE)
     value = {
         "files": [str(path) for path in packed.files],
         "inputs": packed.num_inputs,

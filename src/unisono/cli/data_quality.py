@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import OutPath, common_options, fractions, print_result
+from unisono.cli.common import ExpandedPath, OutPath, common_options, fractions, print_result
 from unisono.cli.data_common import (
     COLUMN,
-    ON_ERROR,
     InputPath,
     duplicate_options,
     image_duplicate_options,
@@ -58,7 +57,7 @@ def dedup_documents(
     """Write INPUTS without their duplicates into a new folder; of each the first document is kept.
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. Documents are duplicates if
-    their text is the same, or if their sets of word n-grams are similar enough. After a kill, the same command goes on.
+    their text is the same, or if their sets of word n-grams are similar enough. The same command goes on after an interruption.
 
     \b
     OUT/data           the kept documents, in files of the inputs' names and formats
@@ -90,7 +89,7 @@ def dedup_documents(
     "--recipe",
     "recipes",
     multiple=True,
-    type=click.Path(),
+    type=ExpandedPath(),
     help="A TOML file with the steps (default: all but masking and decontamination); unisono data recipe prints one.",
 )
 @click.option(
@@ -101,7 +100,13 @@ def dedup_documents(
     metavar="KEY=VALUE",
     help="Set one value of the recipe; wins over the file.",
 )
-@ON_ERROR
+@click.option(
+    "--on-error",
+    type=click.Choice(("fail", "skip")),
+    default="fail",
+    show_default=True,
+    help="On an unreadable document. Unreadable images are always dropped while images.enabled is true.",
+)
 @_INDEX_ONLY
 @COLUMN
 @worker_options
@@ -121,7 +126,7 @@ def clean_documents(
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
     of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. All their settings and
-    defaults are printed by unisono data recipe. After a kill, the same command goes on.
+    defaults are printed by unisono data recipe. The same command goes on after an interruption.
 
     \b
     OUT/data           the kept documents, in files of the inputs' names and formats
@@ -236,7 +241,7 @@ def find_leaking(
     help="A part, as train=0.9 or train=9/10; again for each. Shares sum up to 1.",
 )
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
-@click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
+@click.option("--group", metavar="FIELD", help="Column whose equal values stay in one part, such as a user id.")
 @_INDEX_ONLY
 @image_duplicate_options
 @text_duplicate_options
@@ -255,8 +260,8 @@ def split_documents(
 ) -> None:
     """Split INPUTS into parts, so that no document is in two: duplicates, near-duplicates and groups stay together.
 
-    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. After a kill, the same
-    command goes on.
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The same
+    command goes on after an interruption.
 
     \b
     OUT/PART/data      the documents of each part, in files of the inputs' names and formats

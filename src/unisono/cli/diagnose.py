@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 @click.command("diagnose")
-@click.argument("run_dir", metavar="RUN_DIR|TRACE", type=click.Path())
+@click.argument("run_dir", metavar="RUN_DIR|TRACE", type=ExpandedPath())
 @click.option(
     "--apply",
     "overlay",
-    type=click.Path(dir_okay=False),
+    type=ExpandedPath(dir_okay=False),
     help="Write the changed settings to this new file, for unisono train.",
 )
 @common_options

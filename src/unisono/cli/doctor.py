@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import common_options, load_run_config, print_result, trust_arguments, trusts_python
+from unisono.cli.common import (
+    ExpandedPath,
+    common_options,
+    load_run_config,
+    print_result,
+    trust_arguments,
+    trusts_python,
+)
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
@@ -39,10 +46,10 @@ _INDENT = "        "
     help="Number of ranks (default: one per device; 2 without any).",
 )
 @click.option(
-    "--hostfile", type=click.Path(path_type=Path), help="File of hosts to reach over ssh, as of unisono launch."
+    "--hostfile", type=ExpandedPath(path_type=Path), help="File of hosts to reach over ssh, as of unisono launch."
 )
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of hosts without one in the file.")
-@click.option("--run-dir", default="runs", type=click.Path(file_okay=False), help="Where runs will be written.")
+@click.option("--run-dir", default="runs", type=ExpandedPath(file_okay=False), help="Where runs will be written.")
 @trusts_python
 @common_options
 @click.pass_context

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from unisono.cli.common import (
+    ExpandedPath,
     chosen_checkpoint,
     common_options,
     load_run,
@@ -30,7 +31,7 @@ from unisono.errors import ConfigError
 @click.option(
     "--sample-losses",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=ExpandedPath(dir_okay=False, path_type=Path),
     help="Write the loss of each held-out sample there, and of each class its probability: a safetensors file.",
 )
 @trusts_python

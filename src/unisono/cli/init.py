@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.config import starter
 from unisono.errors import ConfigError
 from unisono.storage.files import open_new
@@ -37,7 +37,7 @@ def config():
 
 
 @click.command("init")
-@click.argument("path", required=False, type=click.Path(dir_okay=False))
+@click.argument("path", required=False, type=ExpandedPath(dir_okay=False))
 @click.option("--python", "as_python", is_flag=True, help="A Python file with a model and objective of your own.")
 @click.option("--task", type=click.Choice(TASKS), help="A short file for this task, and not every option there is.")
 @common_options

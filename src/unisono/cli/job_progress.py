@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from unisono.cli.common import LOG
 from unisono.cli.terminal import echo
-from unisono.cli.termination import Terminated, sigterm_interrupts
+from unisono.cli.termination import sigterm_interrupts
 from unisono.exit_codes import REQUEUE
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ _BAR_WIDTH: Final = 24
 
 @contextmanager
 def resumable(out: Path | None) -> Generator[Progress]:
-    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
+    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after Ctrl-C or SIGTERM."""
     try:
         with sigterm_interrupts(), job_progress() as progress:
             yield progress
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt:
         more = f"; the same command goes on in {out}" if out is not None else ""
         echo(f"unisono: interrupted{more}", err=True)
-        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)
+        sys.exit(REQUEUE)
 
 
 @contextmanager

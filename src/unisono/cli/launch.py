@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.cli.terminal import echo
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
@@ -27,7 +27,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 @click.command("launch", context_settings={"allow_interspersed_args": False})
 @click.option("-n", "--processes", type=click.IntRange(min=1), help="Number of workers (default 1, or one per slot).")
 @click.option("--servers", type=click.IntRange(min=0), default=0, help="Number of parameter servers, for dist_async.")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="File of hosts to reach over ssh, one a line.")
+@click.option("--hostfile", type=ExpandedPath(path_type=Path), help="File of hosts to reach over ssh, one a line.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of hosts without one in the file.")
 @click.option(
     "--interface", metavar="NAME", help="Network interface of every host (default: the way to rank 0's host)."
@@ -38,7 +38,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 )
 @click.option("--elastic", is_flag=True, help="Workers may leave a job with servers, and others join it (--join).")
 @click.option(
-    "--join", type=click.Path(path_type=Path), help="Folder of a running --elastic launch to join as workers."
+    "--join", type=ExpandedPath(path_type=Path), help="Folder of a running --elastic launch to join as workers."
 )
 @click.option("--first-rank", type=click.IntRange(0), help="Rank of the first that joins, with a copy of the folder.")
 @click.option("--tls", default="", metavar="FOLDER", help="Certificates for connections to servers.")
@@ -46,7 +46,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 @click.option(
     "--dir",
     "folder",
-    type=click.Path(path_type=Path),
+    type=ExpandedPath(path_type=Path),
     help="Folder of logs and launch.json (default runs/launch-TIME-PID).",
 )
 @click.option("--mpirun", "by_mpirun", is_flag=True, help="Let Open MPI's mpirun start the processes.")

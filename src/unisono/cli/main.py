@@ -19,7 +19,7 @@ import click
 from unisono.cli.terminal import clean_log_messages, echo, flush_output, is_of_output, show_click_error, shown
 from unisono.dist.interpreter import open_standard_descriptors
 from unisono.errors import Problem, UnisonoError, nearest_name
-from unisono.exit_codes import USER_ERROR
+from unisono.exit_codes import REQUEUE, USER_ERROR
 
 COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
@@ -102,9 +102,12 @@ def _run() -> int:
     except click.ClickException as error:
         show_usage_error(error)
         return USER_ERROR
-    except click.Abort:
+    except click.Abort as abort:
+        if isinstance(abort.__cause__, EOFError):  # which click takes for an interrupt
+            _show_exception(abort.__cause__)
+            return 1
         print("unisono: interrupted", file=sys.stderr)
-        return 1
+        return REQUEUE
     except UnisonoError as error:
         logging.getLogger("unisono").debug("the error below was raised here", exc_info=error)
         show_error(error)

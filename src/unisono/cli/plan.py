@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import common_options, load_run_config, print_result, takes_config
+from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
 from unisono.cli.plan_fit import fit
 from unisono.cli.plan_simulate import simulate
 from unisono.errors import ConfigError
@@ -32,7 +32,7 @@ def command() -> None:
 
 
 @command.command("show")
-@click.argument("file", type=click.Path())
+@click.argument("file", type=ExpandedPath())
 @_PROCESSES
 @common_options
 def show(file: str, processes: int | None, as_json: bool) -> None:
@@ -54,7 +54,9 @@ def show(file: str, processes: int | None, as_json: bool) -> None:
 
 @command.command("export")
 @takes_config
-@click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(dir_okay=False), help="File to write.")
+@click.option(
+    "--output", default=PLAN_FILE, show_default=True, type=ExpandedPath(dir_okay=False), help="File to write."
+)
 @click.option("--processes", type=click.IntRange(min=1), help="Number of ranks; default: launch.num_processes.")
 @click.option("--force", is_flag=True, help="Overwrite a file that exists.")
 @common_options
@@ -94,7 +96,7 @@ def export_file(
 
 
 @command.command("check")
-@click.argument("file", type=click.Path())
+@click.argument("file", type=ExpandedPath())
 @_PROCESSES
 @common_options
 def check_file(file: str, processes: int | None, as_json: bool) -> None:
@@ -109,8 +111,8 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
 
 
 @command.command("diff")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=ExpandedPath())
+@click.argument("b", type=ExpandedPath())
 @common_options
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two plans; exit 1 if anything does."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import common_options, load_run_config, print_result, takes_config
+from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.config.overlay_text import overlay_text
 from unisono.errors import ConfigError
@@ -30,7 +30,7 @@ _GIB = 2**30
     help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
 )
 @click.option(
-    "--apply", "overlay", type=click.Path(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
+    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
 )
 @common_options
 def fit(

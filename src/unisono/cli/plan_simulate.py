@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NEEDED = ("model", "gpu_type", "gpus")
 @click.argument("settings", nargs=-1, metavar="[COLUMN=VALUE]...")
 @click.option(
     "--rows",
-    type=click.Path(exists=True, dir_okay=False),
+    type=ExpandedPath(exists=True, dir_okay=False),
     help="A CSV file: one job in each row, predictions appended.",
 )
 @common_options

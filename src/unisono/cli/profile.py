@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import FiniteRange, common_options, load_run_config, print_json, print_result, takes_config
+from unisono.cli.common import (
+    ExpandedPath,
+    FiniteRange,
+    common_options,
+    load_run_config,
+    print_json,
+    print_result,
+    takes_config,
+)
 from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError, DataError
 from unisono.sanitize import printable
@@ -33,7 +41,7 @@ _GIVEN = click.core.ParameterSource.COMMANDLINE
 @click.option("--stacks", is_flag=True, help="Also Python's stacks, and the lines that read from tensors.")
 @click.option("--now", is_flag=True, help="Ask the run that is under way in the folder CONFIG.")
 @click.option("--timeout-s", default=600.0, type=FiniteRange(min=0), help="With --now, longest wait for the profile.")
-@click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
+@click.option("--plan", "plan_file", type=ExpandedPath(), help="Strategy file; the same as --set plan.file=FILE.")
 @common_options
 @click.pass_context
 def command(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import common_options, print_result
+from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.errors import ConfigError
 
 
 @click.command("report")
-@click.argument("run_dir", type=click.Path(file_okay=False))
+@click.argument("run_dir", type=ExpandedPath(file_okay=False))
 @common_options
 def command(run_dir: str, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the events of the run, which may be finished, killed or still under way."""

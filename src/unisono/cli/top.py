@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import FiniteRange, common_options, print_result
+from unisono.cli.common import ExpandedPath, FiniteRange, common_options, print_result
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Cells:
 
 
 @click.command("top")
-@click.argument("run_dir", type=click.Path(file_okay=False))
+@click.argument("run_dir", type=ExpandedPath(file_okay=False))
 @click.option("--every-s", default=2.0, type=FiniteRange(min=0.1), help="Seconds between looks.")
 @click.option("--once", is_flag=True, help="Look once and end.")
 @common_options

@@ -21,6 +21,7 @@ import click
 
 from unisono.cli.common import (
     LOG,
+    ExpandedPath,
     common_options,
     load_run_config,
     log_level,
@@ -43,7 +44,7 @@ from unisono.train.config import RunConfig
 
 @click.command("train")
 @takes_config
-@click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
+@click.option("--plan", "plan_file", type=ExpandedPath(), help="Strategy file; the same as --set plan.file=FILE.")
 @click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
 @click.option(
     "--dry-run",

@@ -76,11 +76,11 @@ command.add_command(system)
     help="End trials early that are worse than others at the same step.",
 )
 @click.option("--trials", type=click.IntRange(min=1), help="Trials in the whole search (default: 20, a grid: all).")
-@click.option("--max-s", type=FiniteRange(min=0, min_open=True), help="No trial begins after so many seconds.")
+@click.option("--max-s", type=FiniteRange(min=0, min_open=True), help="Start no new trial after this many seconds.")
 @click.option(
     "--max-device-s",
     type=FiniteRange(min=0, min_open=True),
-    help="No trial begins once all have used so many device-seconds (processes x seconds).",
+    help="Start no new trial once all have used this many device-seconds (processes x seconds).",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
@@ -91,10 +91,10 @@ def params(
 ) -> None:
     """Search for the values of settings with which CONFIG trains best.
 
-    The first trial has CONFIG's own values, where they are in the ranges. The folder gets a run for each trial, report.html, and
-    best.toml, which unisono train takes, both after each trial. A search that was killed, or stopped by Ctrl-C, goes on with the
-    same command; several may work on one folder. With --transfer a coordinate check comes first. Exit code 1: no trial has a
-    result, or the check says that the learning rate does not transfer.
+    The first trial has CONFIG's own values, where they are in the ranges. The folder gets a run for each trial, report.html,
+    and best.toml, which unisono train takes, both after each trial. A search that was interrupted (exit code 75 after Ctrl-C or
+    SIGTERM) goes on with the same command; several may work on one folder. With --transfer a coordinate check comes first. Exit
+    code 1: no trial has a result, or the check says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.search import Budget
@@ -329,7 +329,7 @@ def _write(
         The result as JSON types and as lines.
     """
     from unisono.tune.best import BEST_FILE, write_best
-    from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page
+    from unisono.tune.search_page import REPORT_FILE, verdict, why_no_importance, write_search_page
     from unisono.tune.space import num_combinations
 
     records, best = study.records(), study.best()
@@ -341,10 +341,12 @@ def _write(
     lines = [verdict(chosen, best)]
     if transfer is not None:
         lines.append(transfer.verdict())
-    if samples:
+    if samples and best is not None:
         lines.append(f"compared by at most {samples} held-out samples; {_NUM_EVAL_SAMPLES}=0 takes all")
     if (size := num_combinations(space)) is not None and size <= sum(record.outcome != "running" for record in records):
         lines.append(f"all {size} combinations are tried")
+    if best is not None and (missing := why_no_importance(sum(record.outcome == "done" for record in records))):
+        lines.append(missing)
     result: dict[str, Any] = {
         "out": str(out),
         "report": str(out / REPORT_FILE),

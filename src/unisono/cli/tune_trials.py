@@ -125,8 +125,9 @@ class _Printed:
     def on_end(self, trial: Trial, outcome: Outcome, value: float | None, reason: str) -> None:
         figure = "" if value is None else f"{self._metric} {value:.6g}"
         words = outcome.replace("_", " ")
-        why = reason.partition("\n")[0]
+        why, *more = reason.splitlines() or [""]
         shown = [figure if outcome == "done" else f"{words}{f', {figure}' if figure else ''}", why]
+        shown += [f"try: {line.strip().removeprefix('try:').strip()}" for line in more if line.startswith("  try:")]
         self._print(f"trial {trial.number}: {'; '.join(filter(None, shown))}")
 
     def _print(self, line: str) -> None:

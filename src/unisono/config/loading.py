@@ -79,7 +79,7 @@ def load_config(
     if walk.problems:
         raise ConfigError(*walk.problems) from reading.cause
     renamed = tuple(dict.fromkeys(reading.renamed))
-    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python, renamed)
+    return resolve(cast(T, value), walk.origins, layout, reading.python, renamed)
 
 
 def check_file(cls: type, path: Path) -> None:

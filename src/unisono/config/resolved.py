@@ -84,9 +84,8 @@ class Resolved(Generic[T]):
 
     def updated(self, value: T, keys: Iterable[str], origin: str) -> Resolved[T]:
         """The configuration with ``value`` as its options, of which those at the dotted ``keys`` are new, from ``origin``."""
-        values: dict[str, Any] = {key: reduce(getattr, key.split("."), value) for key in self.layout.leaves}
         origins = self.origins | dict.fromkeys(keys, origin)
-        return resolve(value, values, origins, self.layout, self.executed, self.renamed)
+        return resolve(value, origins, self.layout, self.executed, self.renamed)
 
     def shown(self, key: str) -> str:
         """The value as TOML, without credentials in addresses; a callable with the digest of its file."""
@@ -102,13 +101,13 @@ class Resolved(Generic[T]):
 
 def resolve(
     value: T,
-    values: dict[str, Any],
     origins: dict[str, str],
     layout: OptionTree,
     python: PythonFile | None,
     renamed: tuple[str, ...],
 ) -> Resolved[T]:
-    """Seal typed ``values`` by dotted key and the object made of them."""
+    """Seal a configuration and the origins of its values."""
+    values: dict[str, Any] = {key: reduce(getattr, key.split("."), value) for key in layout.leaves}
     encoded = {key: encode(item) for key, item in values.items()}
     needed = python if any(is_code(item) for item in values.values()) else None
     canonical = json.dumps([encoded, needed.digest if needed else None], sort_keys=True, separators=(",", ":"))

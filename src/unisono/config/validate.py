@@ -122,13 +122,13 @@ def _type_rule(leaf: Leaf, fault: str) -> str:
 
 
 def _type_hint(leaf: Leaf, raw: Any, origin: str) -> str:
-    """A choice close to it, or the same value written in the right type, where there is one, else the default."""
-    if leaf.choices is not None and isinstance(raw, str):
-        return nearest_name(raw, map(str, leaf.choices))
-    candidates: list[Any] = [[raw]]
+    """The same value written in the right type, where there is one, else a choice close to it, else the default."""
+    candidates: list[Any] = []
     if isinstance(raw, str):
-        candidates.append(literal(raw))
-    elif isinstance(raw, bool | int | float | date | time):
+        candidates += [[part.strip() for part in raw.split(",")], literal(raw)]
+    else:
+        candidates.append([raw])
+    if isinstance(raw, bool | int | float | date | time):
         candidates.append(shown(raw))
     if isinstance(raw, float):
         candidates.append(int(raw) if raw.is_integer() else float(raw))
@@ -136,6 +136,8 @@ def _type_hint(leaf: Leaf, raw: Any, origin: str) -> str:
         value, fault = _convert(candidate, leaf.type)
         if not fault and _breach(leaf, value, origin) is None:
             return assignment(origin, leaf.key, value)
+    if leaf.choices is not None and isinstance(raw, str):
+        return nearest_name(raw, map(str, leaf.choices))
     return _default_hint(leaf, origin)
 
 

@@ -296,7 +296,7 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         return read_text(raw, python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
         return not_utf8_error(file.path, "", 0, raw) or refused(
-            f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
+            f"{file.path}: {error}", "a text file is UTF-8 and does not change while it is read", "repair or remove it"
         )
 
 
@@ -414,7 +414,7 @@ def text_column(row: Row, file: InputFile) -> str:
             return fields[0]
     raise refused(
         f"{file.path}, whose fields are {listed(map(quoted, row))}",
-        "of a table one field is the text: 'text', or the only string",
+        "a table has one text column: 'text', or its only string column",
         NAME_COLUMN,
     )
 
@@ -434,7 +434,9 @@ def _row_text(row: Row, name: str, file: InputFile, number: int) -> str | DataEr
 def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> DataError:
     why = describe_value(row[name]) if name in row else "it is missing"
     return refused(
-        f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
+        f"{file.path}: row {number}, field {quoted(name)}: {why}",
+        rule,
+        "another --column, or the table without that row",
     )
 
 

@@ -24,14 +24,14 @@ class FileMeter:
         self._advance = advance
 
     def add(self, count: int) -> None:
-        """So many more bytes are read."""
+        """Report ``count`` more bytes."""
         count = min(count, self._left)
         if count > 0:
             self._left -= count
             self._advance(count)
 
     def end(self) -> None:
-        """The file is read to its end."""
+        """Report the remaining bytes."""
         self.add(self._left)
 
     def rows(self, table: Table) -> Iterator[Row]:
@@ -58,7 +58,7 @@ class ByteCount:
         self.total = 0
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Add ``count``."""
         self.total += count
 
 

@@ -19,6 +19,7 @@ from unisono.tasks.sources import TARGETS, class_names_of, scan
 
 RECORDS: Final = ".rec"
 PAYLOAD: Final = "data"  # field of the record in a row
+_OF_THE_FILE: Final = "the class of an image record is one of those in .classes.txt, if that file is there"
 
 
 def image_of_record(payload: bytes) -> bytes | None:
@@ -48,7 +49,7 @@ def record_classes(path: Path, meter: FileMeter = UNMETERED) -> Iterator[str | i
     for record, sample in enumerate(meter.shares(scan(records), len(records))):
         number = int(sample[TARGETS])
         if names and number >= len(names):
-            raise _refused(f"{path}, record {record}, with class {number} of {len(names)}")
+            raise _refused(f"{path}, record {record}, with class {number} of {len(names)}", _OF_THE_FILE)
         yield names[number] if names else number
 
 
@@ -59,8 +60,13 @@ def with_class(row: Row, names: tuple[str, ...], label: str) -> Row:
         DataError: It is none of the classes.
     """
     header, image = unpack_header(row[PAYLOAD])
-    if label not in names and (names or not label.isdecimal()):
-        raise _refused(f"the class {quoted(label)} for a record whose classes are {len(names)} others")
+    if not names and not label.isdecimal():
+        raise _refused(
+            f"class {quoted(label)} for an image record without class names",
+            "class labels of such records are integers",
+        )
+    if names and label not in names:
+        raise _refused(f"class {quoted(label)} for an image record whose {len(names)} classes are others", _OF_THE_FILE)
     number = names.index(label) if names else int(label)
     return {**row, PAYLOAD: pack_header(replace(header, label=float(number)), bytes(image))}
 
@@ -71,10 +77,10 @@ def copy_class_names(path: Path, copy: Path) -> None:
         write_atomically(Path(f"{copy}.classes.txt"), "".join(f"{name}\n" for name in names).encode())
 
 
-def _refused(given: str) -> DataError:
+def _refused(given: str, rule: str) -> DataError:
     return DataError(
         given=given,
-        rule="the class of an image record is a number, and one of those in .classes.txt if that file is there",
+        rule=rule,
         consequence="nothing was written",
         nearest="the file of classes that unisono data pack wrote beside the records",
     )

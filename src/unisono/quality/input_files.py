@@ -103,7 +103,9 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     """
     if not paths:
         raise refused(
-            "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
+            "no input",
+            "documents are in tables, in files of text or images, or in folders of these",
+            "a file or folder",
         )
     common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
     files: list[InputFile] = []

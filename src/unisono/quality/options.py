@@ -16,7 +16,7 @@ MASK_KINDS: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormalizeOptions:
-    """Text in one form."""
+    """Text normalization."""
 
     __repr__ = options_repr
 
@@ -41,13 +41,17 @@ class FilterOptions:
 
     enabled: bool = option(True, "Drop documents that fail a limit below.")
     min_words: int = option(
-        50, "Words; each character of a script without spaces, as Chinese, is one. 0 = no limit, here and below.", ge=0
+        50,
+        "Minimum number of words; a character of a script without spaces, such as Chinese, is one. 0 = no limit, here and below.",
+        ge=0,
     )
-    max_words: int = option(100_000, "Words.", ge=0)
+    max_words: int = option(100_000, "Maximum number of words.", ge=0)
     min_mean_word_chars: float = option(
-        3.0, "Mean length of words, characters, unless most are of scripts without spaces.", ge=0
+        3.0,
+        "Minimum mean word length in characters; not checked where most words are in scripts without spaces.",
+        ge=0,
     )
-    max_mean_word_chars: float = option(10.0, "Mean length of words, characters.", ge=0)
+    max_mean_word_chars: float = option(10.0, "Maximum mean word length in characters.", ge=0)
     max_symbol_ratio: float = option(0.1, "Number of # and of ellipses over the number of words.", ge=0)
     max_bullet_line_frac: float = option(0.9, "Share of lines that begin with a bullet.", ge=0, le=1)
     max_ellipsis_line_frac: float = option(0.3, "Share of lines that end with an ellipsis.", ge=0, le=1)
@@ -60,7 +64,13 @@ class FilterOptions:
         0.15, "Share of characters in sequences of five words that occurred before.", ge=0, le=1
     )
     languages: tuple[str, ...] = option((), "Codes of the languages that are kept, as en; empty = all.")
-    min_language_prob: float = option(0.5, "Probability of the language.", applies_with="filter.languages", ge=0, le=1)
+    min_language_prob: float = option(
+        0.5,
+        "Minimum probability of the detected language.",
+        applies_with="filter.languages",
+        ge=0,
+        le=1,
+    )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of a step that is off, or of languages that are not looked for."""
@@ -130,17 +140,15 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DuplicateOptions:
-    """Which documents count as the same."""
+    """Duplicate detection."""
 
     __repr__ = options_repr
 
     enabled: bool = option(True, "Drop documents that are the same as one before them.")
-    near: float = option(
-        0.8, "Jaccard similarity of shingles from which on documents are the same; 0 = only the same text.", ge=0, le=1
-    )
+    near: float = option(0.8, "Minimum Jaccard similarity of two duplicates; 0 compares exact text only.", ge=0, le=1)
     ngram: int = option(5, "Words per shingle.", applies_with="dedup.near above 0", ge=1, le=50)
-    num_perm: int = option(128, "Values of a MinHash signature.", applies_with="dedup.near above 0", ge=16, le=1024)
-    seed: int = option(0, "Of the signatures.", applies_with="dedup.near above 0", ge=0)
+    num_perm: int = option(128, "Number of MinHash permutations.", applies_with="dedup.near above 0", ge=16, le=1024)
+    seed: int = option(0, "Seed of the MinHash hash functions.", applies_with="dedup.near above 0", ge=0)
     image_near: float = option(
         0.85,
         "Correlation of the gradients of thumbnails from which on images are the same; 0 = only the same file.",
@@ -170,7 +178,7 @@ class CleanRecipe:
     """Steps in the order in which they are taken; each sees what the step before it left.
 
     Attributes:
-        normalize: Text in one form.
+        normalize: Text normalization.
         filter: Limits of text that is kept.
         mask: Personal data and secrets.
         decontaminate: Benchmarks that documents may not quote.
@@ -235,7 +243,18 @@ def require_settings_of(recipe: CleanRecipe, content: str, *, draws: bool = Fals
             )
             is_default = value == getattr(defaults, setting.name)
             if not (is_default or is_off or is_of_both) and is_of_images != (content == "images"):
-                given.append(f"{section.name}.{setting.name} = {toml_value(encode(value))}")
+                given.append(
+                    _flag(setting.name, value)
+                    if is_dedup_alone
+                    else f"{section.name}.{setting.name} = {toml_value(encode(value))}"
+                )
+    if given and is_dedup_alone:
+        raise ConfigError(
+            given=f"{', '.join(given)}, for {content}",
+            rule=f"--near, --ngram, --num-perm{'' if draws else ', --seed'} are for texts; --image-near, --crops for images",
+            consequence="nothing was read",
+            nearest="without these options",
+        )
     if given:
         raise ConfigError(
             given=f"{', '.join(given)}, for {content}",
@@ -244,3 +263,10 @@ def require_settings_of(recipe: CleanRecipe, content: str, *, draws: bool = Fals
             consequence="nothing was read",
             nearest="without these settings",
         )
+
+
+def _flag(name: str, value: Any) -> str:
+    """A setting of ``DuplicateOptions`` as the option of a command."""
+    if name == "crops":
+        return "--crops" if value else "--no-crops"
+    return f"--{name.replace('_', '-')} {value}"

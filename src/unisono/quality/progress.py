@@ -24,12 +24,12 @@ class Progress(Protocol):
         ...
 
     def advance(self, count: int) -> None:
-        """So much more of the stage is done. Called often, also for a single document."""
+        """Add ``count`` finished units to the current stage. Called often, also for a single document."""
         ...
 
 
 def ignore(count: int) -> None:
-    """An ``Advance`` that tells nobody."""
+    """A progress callback that does nothing."""
 
 
 class _Silent:

@@ -24,7 +24,7 @@ _TASKS: Final[dict[str, tuple[str, str, int, float]]] = {
         "A language model of your text",
         """
 [data]
-corpus = "texts"  # a folder of text files; or train = "tokens" of 'unisono data pack texts tokens/texts.bin'
+corpus = "texts"  # a folder of text files; or train = "tokens" of 'mkdir tokens; unisono data pack texts tokens/texts.bin'
 seq_len = 256
 
 [model]
@@ -59,7 +59,7 @@ kind = "image"
 
 [data]
 train = "images"  # a folder with a folder per class, .rec files, or a table with the columns image and label
-eval_frac = 0.1
+# eval = "held-out"  # by default eval_frac = 0.05 of train
 
 [image]
 size = 224
@@ -80,7 +80,7 @@ target = "label"
 
 [data]
 train = "reviews.csv"
-eval_frac = 0.1
+# eval = "held-out"  # by default eval_frac = 0.05 of train
 seq_len = 128
 
 [model]
@@ -100,7 +100,7 @@ target = "label"
 
 [data]
 train = "table.csv"
-eval_frac = 0.1
+# eval = "held-out"  # by default eval_frac = 0.05 of train
 """,
         64,
         1e-3,
@@ -115,7 +115,7 @@ target = "price"
 
 [data]
 train = "table.csv"
-eval_frac = 0.1
+# eval = "held-out"  # by default eval_frac = 0.05 of train
 """,
         64,
         1e-3,
@@ -130,7 +130,7 @@ target = "tags"
 
 [data]
 train = "tagged.jsonl"
-eval_frac = 0.1
+# eval = "held-out"  # by default eval_frac = 0.05 of train
 seq_len = 128
 
 [model]

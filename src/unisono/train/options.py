@@ -94,6 +94,9 @@ class RunOptions:
         "auto", "auto = newest good checkpoint or a new run; strict = refuse any difference; never; or a path."
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", os.path.expanduser(self.dir))
+
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """``resume`` is one of three words or looks like a path."""
         if problem := resume_problem(self.resume, "run.resume"):

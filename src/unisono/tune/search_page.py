@@ -17,7 +17,7 @@ from unisono.report.tables import Figure
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 from unisono.tune.space import Choice, Range, Space
-from unisono.tune.study import StudyOptions, TrialRecord
+from unisono.tune.study import MIN_TRIALS, StudyOptions, TrialRecord
 from unisono.tune.transfer import WidthTransfer
 
 REPORT_FILE: Final = "report.html"
@@ -57,7 +57,7 @@ def write_search_page(
             None if transfer is None else transfer.section(),
             _by_trial(options, done),
             _parallel_coordinates(space, options, done),
-            _importances(importances),
+            _importances(importances, len(done)),
             _by_setting(space, options, done),
             _trials(space, options, records, best),
         )
@@ -179,9 +179,17 @@ def _height(parameter: Choice | Range, text: str | None) -> float | None:
     return (value - low) / (high - low)
 
 
-def _importances(importances: Mapping[str, float]) -> Section | None:
+def why_no_importance(num_done: int) -> str:
+    """Why the importance of settings is not known after so many completed trials, in a sentence; empty if they are enough."""
+    if num_done >= MIN_TRIALS:
+        return ""
+    return f"The importance of settings needs {MIN_TRIALS} completed trials; {num_done} {'is' if num_done == 1 else 'are'}."
+
+
+def _importances(importances: Mapping[str, float], num_done: int) -> Section | None:
+    title = "Importance of settings"
     if not importances:
-        return None
+        return Section(title=title, note=why_no_importance(num_done)) if num_done < MIN_TRIALS else None
     names = sorted(importances, key=lambda name: importances[name])
     data = [
         {
@@ -199,9 +207,7 @@ def _importances(importances: Mapping[str, float]) -> Section | None:
         "hovermode": "closest",
     }
     note = "Share of each setting in how the better trials differ from the others (PED-ANOVA). Of few trials it is a guess."
-    return Section(
-        title="Importance of settings", note=note, charts=[{"id": "importances", "data": data, "layout": layout}]
-    )
+    return Section(title=title, note=note, charts=[{"id": "importances", "data": data, "layout": layout}])
 
 
 def _by_setting(space: Space, options: StudyOptions, done: Sequence[TrialRecord]) -> Section | None:
@@ -249,7 +255,7 @@ def _trials(
     table = Table(head=head, rows=rows, left_out=max(0, len(records) - _MAX_ROWS))
     note = "unisono compare trials/0000 trials/0001 shows two of them side by side."
     if any(record.from_configuration for record in records):
-        note += " The one marked so has the values of the configuration."
+        note += " The trial marked 'configuration' has the configuration's own values."
     return Section(title="Trials", note=note, tables=[table])
 
 

@@ -38,7 +38,7 @@ _MAX_LEFT: Final = 1000  # combinations of which one is chosen where no draw was
 _IDENTITY: Final = "identity"
 _FIXED: Final = "fixed_params"  # where Optuna keeps the values of a trial that was enqueued
 _FROM_CONFIG: Final = "from_configuration"
-_MIN_TRIALS: Final = 10  # from which on importances of settings are estimated
+MIN_TRIALS: Final = 10  # completed, from which on importances of settings are estimated
 _UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
 # names of metrics that are better the larger they are, without what follows a colon
@@ -52,7 +52,7 @@ Outcome = Literal["done", "pruned", "out_of_memory", "diverged", "failed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOptions:
-    """How a search chooses.
+    """Metric, sampler and pruner of a search.
 
     Attributes:
         metric: Metric to optimize.
@@ -278,7 +278,7 @@ class Study:
         """Record how a trial ended.
 
         Args:
-            trial: It.
+            trial: The trial.
             outcome: How it ended. All but ``failed`` are results, which the sampler learns from.
             value: The last value of the metric; needed for ``done``.
             reason: Why it failed.
@@ -331,7 +331,7 @@ class Study:
         Empty where trials are too few.
         """
         states = self._optuna.trial.TrialState
-        if len(self._study.get_trials(deepcopy=False, states=[states.COMPLETE])) < _MIN_TRIALS:
+        if len(self._study.get_trials(deepcopy=False, states=[states.COMPLETE])) < MIN_TRIALS:
             return {}
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 

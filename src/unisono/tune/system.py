@@ -122,12 +122,18 @@ class Sweep:
 
     @property
     def doubt(self) -> str:
-        """Why what was kept may not be faster, in a sentence; empty if enough pairs say so."""
-        doubted = {each.name: each.value for each in self.comparisons if each.kept and each.pairs < FEWEST_PAIRS}
+        """What too few pairs do not tell, in a sentence; empty if there are enough of each setting."""
+        doubted = [
+            f"{each.name}={each.value}"
+            for each in self.comparisons
+            if each.low is not None and each.low <= _HOPELESS and each.pairs < FEWEST_PAIRS
+        ]
         if not doubted:
             return ""
-        settings = ", ".join(f"{name}={value}" for name, value in doubted.items())
-        return f"Fewer than {FEWEST_PAIRS} pairs are no evidence for {settings}: the noise of the machine alone can do that."
+        return (
+            f"Fewer than {FEWEST_PAIRS} pairs are no evidence for or against {', '.join(doubted)}: the noise of the machine "
+            "alone can do that."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON types."""
@@ -136,12 +142,10 @@ class Sweep:
 
     def verdict(self) -> str:
         """What was found, in a sentence."""
-        if not self.kept:
-            return (
-                f"None of {len(self.comparisons)} settings made steps faster by {LEAST_GAIN:.0%} or more in every pair."
-            )
-        settings = ", ".join(f"{name}={value}" for name, value in self.kept.items())
-        text = f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
+        text = f"None of {len(self.comparisons)} settings made steps faster by {LEAST_GAIN:.0%} or more in every pair."
+        if self.kept:
+            settings = ", ".join(f"{name}={value}" for name, value in self.kept.items())
+            text = f"{settings}: {self.speedup:.3g} times as many samples a second, by the pairs of trainings."
         return f"{text} {self.doubt}" if self.doubt else text
 
 

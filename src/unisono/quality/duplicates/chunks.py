@@ -2,7 +2,7 @@
 
 Besides the arrays of ``sketches``:
 
-    reasons       uint8   [documents]    number in ``cleaning.REASONS`` of the step that dropped it; 0: kept
+    reasons       uint8   [documents]    number in ``cleaning.steps.REASONS`` of the step that dropped it; 0: kept
     values        float64 [documents]    what the limit that dropped it was compared with
     languages     uint8   [documents, 3] code of its language in ASCII; zeros where none was looked for
     changed       int64   [changed]      documents whose text is another now, by their place in the chunk

@@ -106,7 +106,7 @@ class Sketches:
         return self._all("digests", np.zeros((0, 2), np.uint64))
 
     def reasons(self) -> NDArray[np.uint8]:
-        """Numbers in ``cleaning.REASONS`` of the steps that dropped documents, uint8 [documents]; 0 of those that are kept."""
+        """Numbers in ``cleaning.steps.REASONS`` of the steps that dropped documents, uint8 [documents]; 0: kept."""
         reasons = self._all("reasons", np.zeros(0, np.uint8))
         reasons[[number for number in self._left_out if not reasons[number]]] = REASONS.index(UNREADABLE)
         return reasons
