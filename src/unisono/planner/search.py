@@ -137,7 +137,7 @@ def search(job: Job) -> SearchResult:
     simplest = None
     if best is not None:
         near = np.flatnonzero(fits & (times <= times[best] * (1 + _SAME)))
-        simplest = candidate(min(near, key=lambda index: (_complexity(layouts[index]), times[index])))
+        simplest = candidate(int(min(near, key=lambda index: (_complexity(layouts[index]), times[index]))))
     return SearchResult(
         best=None if best is None else candidate(best),
         simplest=simplest,
