@@ -43,7 +43,7 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
     tokens = json.loads(desk.here("plan", *JOB[:4], "--global-batch", "2Mtok", "--pin", "tp=8", "--json").out)
     assert tokens["best"]["layout"]["global_batch"] == 256
     assert {each["layout"]["tp"] for each in (tokens["best"], *tokens["pareto"])} == {8}
-    assert "does not fit: " in desk.here("plan", *JOB, "--memory-gib", "20").out
+    assert "does not fit: " in desk.here("plan", *JOB, "--memory-gib", "30").out
     small = desk.here("plan", *JOB, "--memory-gib", "2")
     assert small.code == 1
     assert "none fits: the one that needs least takes " in small.out
