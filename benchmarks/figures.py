@@ -511,6 +511,13 @@ def prediction_error(match: Match) -> Figure:
     )
 
 
+def search_time(match: Match) -> Figure:
+    """Seconds of a search, with its aim, peak memory and the layouts that were compared."""
+    row = match.node
+    text = f"{row['wall_s']:.2f} s; {row['peak_mib']:.0f} MiB; {row['layouts']:,} layouts"
+    return Figure(text, row["wall_s"], at_most(row["aim_s"], f"≤ {row['aim_s']} s"))
+
+
 def memory_error(match: Match) -> Figure:
     """Median error of predicted memory, and the range of predicted over published."""
     row = match.node

@@ -433,6 +433,14 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="planner_search",
+        script="planner.search_time",
+        title="Search for the fastest layout",
+        quick=("--rounds", "1"),
+        text="`unisono plan` as a command, with its start: medians of seconds, peak memory, and layouts that were compared.",
+        rows=(Row("{0}", "jobs/*", figures.search_time),),
+    ),
+    Benchmark(
         name="events",
         title="Events",
         quick=("--events", "500"),

@@ -6,12 +6,13 @@ import math
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
 from unisono.cli.plan_fit import fit
+from unisono.cli.plan_search import find_plan, search_options
 from unisono.cli.plan_simulate import simulate
 from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
@@ -26,9 +27,25 @@ _PROCESSES = click.option(
 )
 
 
-@click.group("plan")
-def command() -> None:
-    """Show, check, compare, write strategy files; find a plan that fits; simulate jobs. FILE may be the folder of a run."""
+@click.group("plan", invoke_without_command=True)
+@search_options
+@common_options
+@click.pass_context
+def command(context: click.Context, as_json: bool, **options: Any) -> None:
+    """With --cluster, --model and --global-batch: find the fastest layout that fits. Nothing is run, no device is needed.
+
+    With a command: show, check, compare, write strategy files; find a plan that fits; simulate jobs. FILE may be the folder of a
+    run.
+    """
+    given = [name for name, value in options.items() if value]
+    if context.invoked_subcommand is None and not given:
+        raise click.UsageError("no command, and no --cluster, --model and --global-batch to search a plan for")
+    if context.invoked_subcommand is None:
+        find_plan(as_json=as_json, **options)
+    elif given or as_json:
+        raise click.UsageError(
+            f"options of a search before the command {context.invoked_subcommand!r}, which does not read them"
+        )
 
 
 @command.command("show")

@@ -1,0 +1,58 @@
+"""Seconds and peak memory of ``unisono plan`` for large clusters. Prints JSON.
+
+python -m benchmarks.planner.search_time [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+# cluster, model, sequences of a step, other options, aim in seconds
+JOBS = {
+    "7B on 8 devices": ("h100x8", "llama-2-7b", "256", (), 2),
+    "405B on 16,384 devices": ("h100x16384", "llama-3-405b", "2048", (), 5),
+    "671B with experts on 65,536 devices": ("gb200x65536", "deepseek-v3", "16384", ("--precision", "fp8"), 20),
+}
+
+
+def main() -> None:
+    """Print the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    jobs: dict[str, Any] = {}
+    for name, (cluster, model, batch, more, aim_s) in JOBS.items():
+        command = [
+            sys.executable,
+            "-m",
+            "unisono",
+            "plan",
+            "--cluster",
+            cluster,
+            "--model",
+            model,
+            "--global-batch",
+            batch,
+        ]
+        seconds: list[float] = []
+        layouts = 0
+        for _ in range(rounds):
+            begin_s = time.perf_counter()
+            done = subprocess.run([*command, *more, "--json"], capture_output=True, check=True, text=True)
+            seconds.append(time.perf_counter() - begin_s)
+            layouts = json.loads(done.stdout)["num_layouts"]
+        # of the largest child until now: jobs are in the order of their size
+        peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        jobs[name] = {"wall_s": statistics.median(seconds), "aim_s": aim_s, "peak_mib": peak_mib, "layouts": layouts}
+    print(json.dumps({"jobs": jobs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""``unisono plan --cluster … --model …``: the fastest layout of a model on a cluster, and why not others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from unisono.cli.common import print_result
+from unisono.cli.prediction_text import layout_facts, prediction_lines
+from unisono.errors import ConfigError, nearest_name
+
+if TYPE_CHECKING:
+    from unisono.planner.layout import Layout
+    from unisono.planner.search import Candidate, Job, SearchResult
+    from unisono.planner.simulate import Prediction
+
+F = TypeVar("F", bound=Callable[..., object])
+_GIB = 2**30
+_CLUSTER = "h100x64: 64 devices of a preset"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def search_options(function: F) -> F:
+    """Decorator that adds the options of a search."""
+    for option in (
+        click.option(
+            "--memory-gib",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Memory of a device (default: that of its data sheet).",
+        ),
+        click.option("--pin", "pins", multiple=True, metavar="AXIS=VALUE", help="A value that is given; may be repeated."),
+        click.option("--compile", "is_compiled", is_flag=True, help="The model is compiled, which needs less memory."),
+        click.option("--precision", default="", help="bf16 (default), fp16, fp8 or fp4."),
+        click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sequence (default: the preset's)."),
+        click.option("--global-batch", metavar="COUNT", help="Of a step: sequences (512) or tokens (4Mtok)."),
+        click.option("--model", metavar="NAME", help="A preset, such as llama-3-70b."),
+        click.option("--cluster", metavar="DEVICExCOUNT", help=f"Devices ({_CLUSTER})."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def find_plan(*, as_json: bool, **options: Any) -> None:
+    """Search and print the result. ``options`` are those of ``search_options``."""
+    from unisono.planner.layout import LayoutError
+    from unisono.planner.search import search
+    from unisono.planner.simulate import predict
+
+    try:
+        job = _job(**options)
+        found = search(job)
+    except LayoutError as error:
+        raise _refused(error.given, error.rule, error.nearest) from error
+    best = None if found.best is None else predict([found.best.layout])[0]
+    print_result(as_json, _as_json(found, best), _lines(job, found, best))
+    if best is None:
+        raise SystemExit(1)
+
+
+def _job(
+    *,
+    cluster: str | None,
+    model: str | None,
+    global_batch: str | None,
+    seq_len: int | None,
+    precision: str,
+    is_compiled: bool,
+    pins: Sequence[str],
+    memory_gib: float | None,
+) -> Job:
+    """The job of some options, read as the columns of ``plan simulate`` are."""
+    from unisono.planner.layout_columns import read_layout
+    from unisono.planner.search import Job
+
+    missing = [
+        name
+        for name, value in (("--cluster", cluster), ("--model", model), ("--global-batch", global_batch))
+        if not value
+    ]
+    if missing:
+        raise _refused(
+            f"no {', no '.join(missing)}",
+            "a plan is searched for a model, a cluster and a batch",
+            "unisono plan --cluster h100x64 --model llama-3-70b --global-batch 512",
+        )
+    match = re.fullmatch(r"(.+?)\s*x\s*([0-9]+)", cluster or "", re.IGNORECASE)
+    if match is None:
+        raise _refused(f"--cluster {cluster}", "a cluster is a device and how many there are", _CLUSTER)
+    layout = read_layout(
+        {"model": model or "", "gpu_type": match[1], "gpus": match[2], "seq_len": str(seq_len or ""), "precision": precision}
+    )  # fmt: skip
+    return Job(
+        model=layout.model,
+        device=layout.device,
+        num_devices=layout.num_devices,
+        precision=layout.precision,
+        global_batch=_sequences(global_batch or "", layout.seq_len),
+        seq_len=layout.seq_len,
+        compiled=is_compiled,
+        pins=dict(map(_pin, pins)),
+        memory_bytes=(memory_gib or 0) * _GIB,
+    )
+
+
+def _sequences(text: str, seq_len: int) -> int:
+    """Sequences of a step. Tokens, in decimal units, become the nearest power of two of sequences."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)\s*(tok(?:ens)?)?", text, re.IGNORECASE)
+    count = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    if match and match[3]:
+        return 1 << max(0, round(math.log2(count / seq_len))) if count else 0
+    if count < 1 or not count.is_integer():
+        raise _refused(
+            f"--global-batch {text}", "it is a number of sequences, or of tokens with tok behind it", "512, or 4Mtok"
+        )
+    return int(count)
+
+
+def _pin(text: str) -> tuple[str, int | str]:
+    from unisono.planner.search import AXES
+
+    name, _, value = text.partition("=")
+    name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
+    if name not in AXES:
+        raise _refused(f"--pin {text}", f"an axis is one of {', '.join(AXES)}", nearest_name(name, AXES))
+    if name == "recompute":
+        if value not in ("none", "selective", "full"):
+            raise _refused(f"--pin {text}", "recompute is none, selective or full", "recompute=full")
+        return name, value
+    if not re.fullmatch("[1-9][0-9]{0,9}", value):
+        raise _refused(f"--pin {text}", "the value of an axis is a whole number above 0", f"{name}=1")
+    return name, int(value)
+
+
+def _refused(given: str, rule: str, nearest: str) -> ConfigError:
+    return ConfigError(given=given, rule=rule, consequence="nothing was searched", nearest=nearest)
+
+
+def _as_json(found: SearchResult, best: Prediction | None) -> dict[str, Any]:
+    return {
+        "best": None if found.best is None or best is None else {**_facts(found.best), "prediction": asdict(best)},
+        "simplest": None if found.simplest is None else _facts(found.simplest),
+        "num_layouts": found.num_layouts,
+        "num_fitting": found.num_fitting,
+        "limit_bytes": found.limit_bytes,
+        "changes": [{"axis": axis, "value": value, **_facts(each)} for axis, value, each in found.changes],
+        "pareto": [_facts(each) for each in found.pareto],
+        "smallest": _facts(found.smallest),
+        "without_limit": _facts(found.without_limit),
+    }
+
+
+def _facts(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": layout_facts(candidate.layout),
+        "step_s": candidate.step_s,
+        "peak_bytes": candidate.peak_bytes,
+    }
+
+
+def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[str]:
+    from unisono.observe.run_summary import format_gib
+
+    yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
+    if found.best is None or best is None:
+        least = found.smallest
+        yield f"none fits: the one that needs least takes {format_gib(least.peak_bytes)}, with {_axes(least.layout)}"
+        yield "try more devices, full recompute if it is not pinned, or a smaller batch"
+        return
+    yield from prediction_lines(found.best.layout, best)
+    if found.simplest is not None and found.simplest.layout != found.best.layout:
+        change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
+        yield f"simplest within 3 %: {_axes(found.simplest.layout)}, {change}, {format_gib(found.simplest.peak_bytes)}"
+    free = found.without_limit
+    if free.layout == found.best.layout:
+        yield "memory does not decide: no other layout would be faster with more"
+    else:
+        change = f"{free.step_s / found.best.step_s - 1:+.1%}"
+        yield f"memory decides: with {format_gib(free.peak_bytes)} a step would take {change}, with {_axes(free.layout)}"
+    yield "other values, each with the best of the other axes"
+    for axis, value, each in found.changes:
+        change = f"{each.step_s / found.best.step_s - 1:+.1%}"
+        if each.peak_bytes > found.limit_bytes:
+            change = f"does not fit: {format_gib(each.peak_bytes)}"
+        others = _differences(found.best.layout, each.layout, axis)
+        yield f"  {axis + '=' + str(value):<20}{change}{', with ' + others if others else ''}"
+
+
+def _axes(layout: Layout) -> str:
+    from unisono.planner.search import AXES
+
+    used = [f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) not in (0, 1, "none")]
+    return " ".join(used) or "replicas alone"
+
+
+def _differences(best: Layout, other: Layout, changed: str) -> str:
+    """The other axes that are not those of the best layout."""
+    from unisono.planner.search import AXES
+
+    return " ".join(
+        f"{axis}={getattr(other, axis)}"
+        for axis in AXES
+        if axis != changed and getattr(other, axis) != getattr(best, axis)
+    )

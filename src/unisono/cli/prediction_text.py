@@ -1,0 +1,58 @@
+"""A predicted layout as lines of text, and its fields as JSON types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.planner.layout import Layout
+    from unisono.planner.simulate import Prediction
+
+_LAYOUT = (
+    *("precision", "num_devices", "dp", "dp_shard", "tp", "pp", "stages_per_rank", "cp", "ep"),
+    *("micro_batch", "global_batch", "seq_len", "recompute"),
+)
+
+
+def layout_facts(layout: Layout) -> dict[str, Any]:
+    """The layout with what was assumed, as JSON types."""
+    values = {name: getattr(layout, name) for name in _LAYOUT}
+    return {"device": layout.device.name, "params": layout.model.params, **values}
+
+
+def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
+    """The layout, its step time and memory, and what they consist of."""
+    from unisono.planner.step_time import efficiency_key, fitted_constants
+
+    step_s, factor = prediction.step_s, 1 + prediction.spread
+    facts = layout_facts(layout).items()
+    yield " ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in facts)
+    if layout.pp > 1 and not layout.stages_per_rank:
+        yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"
+    yield f"step {step_s:.4g} s; nine of ten such runs lie between {step_s / factor:.4g} and {step_s * factor:.4g} s"
+    if efficiency_key(layout) not in fitted_constants().efficiency:
+        yield f"no published run was used for {efficiency_key(layout)}; the interval is that of other devices"
+    yield (
+        f"{prediction.tokens_per_s:,.0f} tokens/s, {prediction.model_flops_per_s / 1e12:,.0f} TFLOP/s of each device, "
+        f"{prediction.utilization:.1%} of its peak"
+    )
+    yield from _parts(prediction.parts_s, step_s)
+    yield from _memory(layout, prediction)
+
+
+def _parts(parts_s: Mapping[str, float], step_s: float) -> Iterator[str]:
+    for name, seconds in sorted(parts_s.items(), key=lambda item: -item[1]):
+        if seconds >= 0.001 * step_s:
+            yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}"
+
+
+def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
+    """The memory of the device that needs most, and what it consists of."""
+    from unisono.observe.run_summary import format_gib
+
+    peak, has = prediction.peak_bytes, layout.device.memory_bytes
+    yield f"memory {format_gib(peak)} of {format_gib(has)}" + (", which does not fit" if peak > has else "")
+    for name, size in sorted(prediction.memory.items(), key=lambda item: -item[1]):
+        if size >= 0.001 * peak:
+            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}"

@@ -1,0 +1,77 @@
+"""``unisono plan --cluster … --model …``: what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import Desk
+
+JOB = ("--cluster", "h100x64", "--model", "llama-3-70b", "--global-batch", "256")
+
+
+def test_the_best_plan_its_reasons_and_other_values(desk: Desk) -> None:
+    text = desk.here("plan", *JOB)
+    assert text.code == 0, text.err
+    first, layout, step, *more = text.out.splitlines()
+    assert first.endswith("fit into 73.6 GiB of a device")
+    assert layout.startswith("device=h100 params=70552387584 precision=bf16 num_devices=64 ")
+    assert step.startswith("step ")
+    assert any(line.startswith(("memory decides: ", "memory does not decide: ")) for line in more)
+    others = more[more.index("other values, each with the best of the other axes") + 1 :]
+    assert {line.split("=")[0].strip() for line in others} >= {"tp", "pp", "micro_batch", "recompute"}
+    found = json.loads(desk.here("plan", *JOB, "--json").out)
+    assert found["best"]["prediction"]["step_s"] == pytest.approx(found["best"]["step_s"])
+    assert found["best"]["peak_bytes"] <= found["limit_bytes"]
+    assert len(found["changes"]) == len(others)
+
+
+def test_the_best_plan_is_what_simulate_predicts(desk: Desk) -> None:
+    best = json.loads(desk.here("plan", *JOB, "--json").out)["best"]
+    layout = best["layout"]
+    columns = [
+        f"{name}={layout[name]}" for name in ("tp", "pp", "cp", "ep", "micro_batch", "global_batch", "recompute")
+    ]
+    columns += [f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}"]
+    job = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns)
+    simulated = json.loads(desk.here("plan", "simulate", "--json", *job).out)
+    assert simulated["step_s"] == pytest.approx(best["step_s"])
+    assert simulated["peak_bytes"] == pytest.approx(best["peak_bytes"])
+
+
+def test_tokens_pins_and_memory(desk: Desk) -> None:
+    tokens = json.loads(desk.here("plan", *JOB[:4], "--global-batch", "2Mtok", "--pin", "tp=8", "--json").out)
+    assert tokens["best"]["layout"]["global_batch"] == 256
+    assert {each["layout"]["tp"] for each in (tokens["best"], *tokens["pareto"])} == {8}
+    assert "does not fit: " in desk.here("plan", *JOB, "--memory-gib", "30").out
+    small = desk.here("plan", *JOB, "--memory-gib", "2")
+    assert small.code == 1
+    assert "none fits: the one that needs least takes " in small.out
+    large = json.loads(desk.here("plan", *JOB, "--memory-gib", "2000", "--json").out)
+    assert large["best"]["layout"] == large["without_limit"]["layout"]
+    assert "memory does not decide" in desk.here("plan", *JOB, "--memory-gib", "2000").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no command, and no --cluster, --model and --global-batch"),
+        (JOB[:2], "no --model, no --global-batch"),
+        (("--cluster", "h100", *JOB[2:]), "--cluster h100\n  rule: a cluster is a device and how many there are"),
+        (("--cluster", "abacusx8", *JOB[2:]), "gpu_type 'abacus', a device without a preset"),
+        ((*JOB[:2], "--model", "nobody-1b", *JOB[4:]), "model 'nobody-1b'"),
+        (
+            (*JOB[:4], "--global-batch", "many"),
+            "--global-batch many\n  rule: it is a number of sequences, or of tokens",
+        ),
+        ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
+        ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
+        ((*JOB, "--pin", "recompute=some"), "recompute is none, selective or full"),
+        ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),
+        ((*JOB, "show", "plan.json"), "options of a search before the command 'show'"),
+    ],
+)
+def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
+    answer = desk.here("plan", *arguments)
+    assert answer.code == 2
+    assert said in answer.err
