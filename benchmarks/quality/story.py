@@ -33,6 +33,8 @@ from unisono.observe.events import events_path, number, read_events
 SHARE = 6
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SETTINGS = (
+    "model.num_layers=2",
+    "model.dim=64",
     "data.seq_len=256",
     "plan.global_batch=16",
     "plan.device=cpu",
