@@ -160,7 +160,7 @@ def test_a_job_that_is_done_without_faults_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_job_of_other_settings_without_results_is_begun_anew(
+def test_a_job_of_other_settings_that_has_done_nothing_is_begun_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bool
 ) -> None:
     lines = [{"text": f"a {number}"} for number in range(5)]
@@ -171,14 +171,13 @@ def test_a_job_of_other_settings_without_results_is_begun_anew(
         clean([source], tmp_path / "out", recipe)
     if damaged:
         (tmp_path / "out" / "job.json").write_text("[")
-    (tmp_path / "out" / "work" / "sketches" / "left").touch()
     with caplog.at_level(logging.WARNING):
         assert clean([source], tmp_path / "out", recipe, **options) == whole
-    assert "had other inputs or settings and no results yet: it begins anew" in caplog.text
+    assert "had other inputs or settings and had done nothing yet: it begins anew" in caplog.text
     assert tree(tmp_path / "out") == tree(tmp_path / "whole" / "out")
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "kept", "report.json"])
+@pytest.mark.parametrize("name", ["mine.txt", "kept", "report.json", "work/sketches/chunk-000000.safetensors"])
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_folder_with_other_files_is_not_begun_anew(tmp_path: Path, name: str, damaged: bool) -> None:
     source = write(tmp_path / "a.jsonl", {"text": "a"}, "no JSON")

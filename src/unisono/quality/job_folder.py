@@ -38,6 +38,7 @@ _LOG: Final = logging.getLogger("unisono")
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _FOLDERS_OF_WORK: Final = ("sketches", "new", "old")
+_EMPTY_WORK: Final = ("chunks.jsonl", "benchmark_hashes.npy")  # what a job has there before its first chunk
 _UNFINISHED: Final = "the job is not finished"
 _RESULTS: Final = "results"  # in the report, the names of what is in the folder besides
 _SKIPS: Final = "skips_unreadable"
@@ -122,7 +123,7 @@ def open_job(
 
     Raises:
         ConfigError: It holds other files, links, or results of a job with another identity; another process works in it; or it
-            cannot be written. A job with another identity that has no results yet is begun anew.
+            cannot be written. A job with another identity that has done nothing yet is begun anew.
     """
     for source in inputs:
         if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
@@ -158,7 +159,7 @@ def open_job(
         try:
             found = _content(job) if job.exists() else wanted
             if found != wanted and found != {**wanted, _SKIPS: False}:
-                if not _has_only(path, _LOCK_FILE, _WORK):
+                if not _has_only(path, _LOCK_FILE, _WORK) or _has_finished_work(path):
                     raise _refused(
                         f"{path}, which has results of other inputs or settings"
                         if found is not None
@@ -166,7 +167,9 @@ def open_job(
                         "a folder holds the results of one job; the same job goes on there",
                         "the inputs and settings as they were, or another folder",
                     )
-                _LOG.warning("%s: the job there had other inputs or settings and no results yet: it begins anew", path)
+                _LOG.warning(
+                    "%s: the job there had other inputs or settings and had done nothing yet: it begins anew", path
+                )
                 if (path / _WORK).exists():
                     shutil.rmtree(path / _WORK)  # before the file that says whose it is
             if not job.exists() or (found != wanted and not (path / REPORT_FILE).exists()):
@@ -186,6 +189,12 @@ def _with_data(folder: Path) -> list[Path]:
 def _has_only(folder: Path, *names: str) -> bool:
     """Whether a folder holds nothing but these names and the file that says which job it is of, also under a temporary name."""
     return all(name in names or name.partition(".tmp-")[0] == JOB_FILE for name in os.listdir(folder))
+
+
+def _has_finished_work(folder: Path) -> bool:
+    """Whether documents or files were finished, on which a command with the settings as they were goes on."""
+    work = folder / _WORK / "sketches"
+    return work.is_dir() and any(name not in _EMPTY_WORK for name in os.listdir(work))
 
 
 def _content(path: Path) -> Any:
