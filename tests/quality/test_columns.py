@@ -158,6 +158,28 @@ def test_encodings_of_files(tmp_path: Path) -> None:
     assert check_columns([marked]).differences == ()
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_file_in_another_encoding_differs_and_the_others_are_compared(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {".csv": "a,t,s\n1,caf\u00e9,{}\n", ".jsonl": '{{"a": 1, "t": "caf\u00e9", "s": {}}}\n'}
+    encodings = {"a": "utf-8", "b": "latin-1", "c": "utf-8", "d": "utf-16"}
+    for number, (name, encoding) in enumerate(encodings.items()):
+        (tmp_path / f"{name}{suffix}").write_bytes(texts[suffix].format(number).encode(encoding))
+    result = check_columns([tmp_path], options=ColumnOptions(time="s", group="t"))
+    assert kinds(result) == [
+        (f"b{suffix}", "", "encoding", "text, not UTF-8", "text, UTF-8"),
+        (f"d{suffix}", "", "encoding", "text, UTF-16", "text, UTF-8"),
+    ]
+    assert list(result.rows.values()) == [1, 0, 1, 0]
+    assert f"b{suffix}" in caplog.text
+    assert "iconv -f WINDOWS-1252 -t UTF-8" in caplog.text
+    for name in ("a", "c"):
+        (tmp_path / f"{name}{suffix}").unlink()
+    with pytest.raises(DataError, match="is not UTF-8"):  # nothing is left to compare
+        check_columns([tmp_path])
+
+
 def test_encodings_of_texts_in_bytes(tmp_path: Path) -> None:
     values = ["a", "Größe", "ß"]
     rows = [{"t": {"base64": base64.b64encode(value.encode()).decode()}} for value in values]

@@ -151,6 +151,7 @@ def check_columns(
             time=options.time,
             group=options.group,
             null_texts=options.null_texts,
+            compares_encodings=not options.changes,
             progress=progress,
         )
         with new_file(job.new / FLAGGED_FILE) as flagged:

@@ -9,11 +9,13 @@ job reads no finished file again.
 from __future__ import annotations
 
 import codecs
+import logging
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from unisono.data.convert.formats.csv import number_kind
 from unisono.data.convert.formats.table import describe_value, open_source
 from unisono.data.image.decoding import probe
 from unisono.data.recordio import unpack_header
+from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError, nearest_name
 from unisono.quality.columns.table_cells import (
     ABSENT,
@@ -60,6 +63,8 @@ OTHER_TEXT: Final = "text, not UTF-8"
 TEXTS: Final = (UTF8, UTF8_BOM, UTF16, OTHER_TEXT)
 _FACTS: Final = "facts.json"
 _ARRAYS: Final = "arrays"
+_HEAD_BYTES: Final = 1 << 20
+_LOG: Final = logging.getLogger("unisono")
 _BUFFER_BYTES: Final = 64 << 20  # of arrays that are not written yet
 _ARRAY_BYTES: Final = 200  # that an array takes beside its numbers
 _OPEN_FILES: Final = 64
@@ -102,7 +107,7 @@ class FileFacts(msgspec.Struct):
         rows: Number of its rows.
         columns: By name, in their order.
         groups: The groups by their codes.
-        encoding: ``text, UTF-8``, or ``text, UTF-8 with mark``, of a file of text that is not empty; empty of any other.
+        encoding: Of a file of text that is not empty, such as ``text, UTF-8`` or ``text, UTF-8 with mark``; empty of any other.
         time_kind: ``number``, ``text`` or ``timestamp``; empty without stamps.
         time_unit_s: Seconds of one unit of stamps that are dates; 0 of numbers, whose unit is not known.
         time_base: The first stamp in its unit; stamps are written relative to it, so that float64 keeps their differences.
@@ -126,6 +131,7 @@ def scan_files(
     time: str | None,
     group: str | None,
     null_texts: Collection[str] = (),
+    compares_encodings: bool = False,
     progress: Progress = SILENT,
 ) -> list[FileFacts]:
     """Read all files that have not been read before into ``folder``; one folder for each, by its number.
@@ -136,6 +142,7 @@ def scan_files(
         time: Column of stamps: numbers, ISO 8601 texts or Parquet's timestamps.
         group: Column whose values name a sensor.
         null_texts: Texts that stand for no value.
+        compares_encodings: Whether a file that is not UTF-8, beside others that are, has its encoding as its only fact.
         progress: Receives the bytes that are read.
 
     Raises:
@@ -155,6 +162,7 @@ def scan_files(
     done = sum(file.size for file, found in zip(documents.files, earlier, strict=True) if found is not None)
     progress.begin("reading", documents.total_bytes, "bytes", done=done)
     facts: list[FileFacts] = []
+    others: list[DataError] = []  # of files in another encoding than UTF-8
     for number, (file, place, found) in enumerate(zip(documents.files, places, earlier, strict=True)):
         if file.corpus_entry is not None:
             found = _facts_of_image(images, number)
@@ -163,11 +171,26 @@ def scan_files(
             shutil.rmtree(place, ignore_errors=True)
             make_folder(place)
             meter = FileMeter(file.size, progress.advance)
-            found = _FileScan(file, place, time, group, null_texts).run(meter)
-            write_atomically(place / _FACTS, as_json(msgspec.to_builtins(found)))
+            try:
+                found = _FileScan(file, place, time, group, null_texts).run(meter)
+                write_atomically(place / _FACTS, as_json(msgspec.to_builtins(found)))
+            except DataError as error:
+                encoding = other_encoding(file) if compares_encodings else ""
+                if not encoding:
+                    raise
+                others.append(error)
+                shutil.rmtree(place)  # columns of its first rows
+                found = FileFacts(encoding=encoding)
             meter.end()
         facts.append(found)
     documents.require_unchanged()
+    if others and not any(found.columns for found in facts):
+        raise others[0]
+    for error in others:
+        (problem,) = error.problems
+        _LOG.warning(
+            "%s: its columns are not compared with the others; they would be with %s", problem.given, problem.nearest
+        )
     for column in (time, group):
         if column is not None and facts and not any(column in found.columns for found in facts):
             names = list(dict.fromkeys(name for found in facts for name in found.columns))
@@ -334,6 +357,24 @@ def _encoding(file: InputFile) -> str:
     with open_source(file.path) as source:
         head = source.read(len(codecs.BOM_UTF8))
     return UTF8_BOM if head == codecs.BOM_UTF8 else UTF8 if head else ""
+
+
+def other_encoding(file: InputFile) -> str:
+    """The encoding of a file of text that is not UTF-8; empty if it is, or of a file in another format."""
+    if file.kind not in _BOM_FORMATS:
+        return ""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_source(file.path) as source:
+        head = source.read(_HEAD_BYTES)
+        if name := encoding_of(head):
+            return f"text, {name}"
+        try:
+            for piece in chain([head], iter(lambda: source.read(_HEAD_BYTES), b"")):
+                decoder.decode(piece)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return OTHER_TEXT
+    return ""
 
 
 def require_few_groups(count: int, column: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.quality.columns.scan import EMPTY, NO_TEXT, TEXTS, ColumnFacts, FileFacts
+from unisono.quality.columns.scan import EMPTY, NO_TEXT, TEXTS, UTF8, UTF8_BOM, ColumnFacts, FileFacts
 
 _NO_IMAGE = (*NO_TEXT, *TEXTS, EMPTY)
 
@@ -112,10 +112,10 @@ def differences_of(
     encoding = usual_encoding(with_columns)
     found_differences: list[Difference] = []
     for file, found in zip(names, facts, strict=True):
+        if found.encoding not in ("", encoding) and (found.columns or found.encoding not in (UTF8, UTF8_BOM)):
+            found_differences.append(_difference(file, "", "encoding", found.encoding, encoding, found.rows))
         if not found.columns:
             continue
-        if found.encoding not in ("", encoding):
-            found_differences.append(_difference(file, "", "encoding", found.encoding, encoding, found.rows))
         for name, column in expected.items():
             if name in found.columns:
                 found_differences += _in_column(file, name, found.columns[name], column, stored[name])
