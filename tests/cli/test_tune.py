@@ -249,6 +249,8 @@ def test_the_setting_that_counts_is_shown_first(desk: Desk, tmp_path: Path) -> N
     for _ in range(80):  # each would be a training
         trial = study.take_trial(None)
         assert trial is not None
+        trial.run_dir.mkdir(parents=True)
+        (trial.run_dir / "config.toml").touch()
         study.finish(trial, "done", abs(math.log(float(trial.settings["optim.lr"]) / 1e-3)))
     found = search(desk, out, *arguments)
     assert len(found["trials"]) == 81

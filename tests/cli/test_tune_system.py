@@ -52,7 +52,7 @@ def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, m
     command = ["tune", "system", *desk.settings, f"--out={out}", "--pairs=2"]
     monkeypatch.setattr(child, "train_child", trainings(calls, interrupted_at=6))
     first = desk.here(*command)
-    assert first.code == 1
+    assert first.code == 75
     assert f"the same command goes on in {out}" in first.err
     assert "launch.allocator=system: 1 times the time" in first.out
     assert "launch.allocator=system" in (out / "report.html").read_text()

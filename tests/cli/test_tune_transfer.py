@@ -92,7 +92,7 @@ def test_no_trial_begins_where_activations_grow(desk: Desk, tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "check_coordinates", stopped)
-        assert tuned(desk, "params", tmp_path, LR, "--transfer=mup", "--proxy-width=16").code == 1
+        assert tuned(desk, "params", tmp_path, LR, "--transfer=mup", "--proxy-width=16").code == 75
     done = tuned(desk, "params", tmp_path, LR, "--transfer=mup", "--proxy-width=16")
     assert done.code == 1
     assert (done.json["trials"], done.json["best"]) == ([], None)

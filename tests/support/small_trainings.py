@@ -1,4 +1,4 @@
-"""Trainings for tests of searches: processes that write one event of an evaluation, and end."""
+"""Trainings for tests of searches: processes that write an empty configuration and one event of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if settings.get("data.eval_fold") in FAILING:
     sys.exit("unisono: no sample\\n  rule: one or more")
 path = Path(settings["run.dir"]) / PLACE
 path.parent.mkdir(parents=True)
+(Path(settings["run.dir"]) / "config.toml").touch()
 names = NAMES[: int(settings.get("count", len(NAMES)))]
 path.write_text(json.dumps({"kind": "eval", "step": 1, **dict.fromkeys(names, 1.5)}) + "\\n")
 time.sleep(float(settings.get("seconds", 0)))

@@ -525,7 +525,7 @@ def test_rows_without_text_are_named(tmp_path: Path) -> None:
         "  try:  another column, or a file without these rows (an empty text is left out)"
     )
     null = rows_of(tmp_path / "z.jsonl", [{"text": "a"}, {"text": None}])
-    with pytest.raises(DataError, match=r"line 2 at offset 14: null is no number, string"):
+    with pytest.raises(DataError, match=r"line 2 at offset 14: field 'text': null is no number, string"):
         prepare_corpus(DataOptions(corpus=str(null), text_column="text"), cache_dir=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("tokens-*[!k]"))
     file = rows_of(tmp_path / "y.jsonl", [{"text": "a", "title": "t"}, {"title": "b"}])
