@@ -47,8 +47,8 @@ def test_the_best_fits_and_uses_all_devices_and_the_whole_batch(each: Job) -> No
     assert layout.dp * layout.tp * layout.pp * layout.cp == each.num_devices
     assert layout.num_micro_batches * layout.micro_batch * layout.dp == each.global_batch
     assert layout.num_micro_batches.is_integer()
-    assert best.peak_bytes <= MEMORY_SHARE * each.device.memory_bytes
-    assert best.peak_bytes == float(peak_memory([layout]).total[0])
+    assert best.needed_bytes <= MEMORY_SHARE * each.device.memory_bytes
+    assert best.needed_bytes == float(peak_memory([layout]).counted[0])
     assert best.step_s == pytest.approx(predict([layout])[0].step_s, rel=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_each_other_value_says_what_becomes_of_the_plan() -> None:
     assert found.best is not None
     for axis, value, candidate in found.changes:
         assert getattr(candidate.layout, axis) == value != getattr(found.best.layout, axis)
-        fits = candidate.peak_bytes <= found.limit_bytes
+        fits = candidate.needed_bytes <= found.limit_bytes
         assert not fits or candidate.step_s >= found.best.step_s
     assert {axis for axis, _, _ in found.changes} <= set(AXES)
 
@@ -99,7 +99,7 @@ def test_a_simpler_layout_that_is_about_as_fast_is_told() -> None:
 def test_none_on_the_front_is_both_faster_and_smaller() -> None:
     found = search(job())
     times = [each.step_s for each in found.pareto]
-    peaks = [each.peak_bytes for each in found.pareto]
+    peaks = [each.needed_bytes for each in found.pareto]
     assert times == sorted(times)
     assert peaks == sorted(peaks, reverse=True)
     assert len(found.pareto) >= 5
@@ -109,7 +109,7 @@ def test_what_does_not_fit_and_what_cannot_be() -> None:
     found = search(job("llama-3-405b", num_devices=8))
     assert found.best is None
     assert found.num_fitting == 0
-    assert found.smallest.peak_bytes <= min(each.peak_bytes for each in found.pareto)
+    assert found.smallest.needed_bytes <= min(each.needed_bytes for each in found.pareto)
     with pytest.raises(LayoutError, match=r"tp=3: axes divide the devices"):
         search(job(pins={"tp": 3}))
     with pytest.raises(LayoutError, match="a global batch of 7 sequences"):

@@ -158,7 +158,7 @@ def _facts(candidate: Candidate) -> dict[str, Any]:
     return {
         "layout": layout_facts(candidate.layout),
         "step_s": candidate.step_s,
-        "peak_bytes": candidate.peak_bytes,
+        "needed_bytes": candidate.needed_bytes,
     }
 
 
@@ -168,24 +168,24 @@ def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[s
     yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
     if found.best is None or best is None:
         least = found.smallest
-        yield f"none fits: the one that needs least takes {format_gib(least.peak_bytes)}, with {_axes(least.layout)}"
+        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {_axes(least.layout)}"
         yield "try more devices, full recompute if it is not pinned, or a smaller batch"
         return
     yield from prediction_lines(found.best.layout, best)
     if found.simplest is not None and found.simplest.layout != found.best.layout:
         change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
-        yield f"simplest within 3 %: {_axes(found.simplest.layout)}, {change}, {format_gib(found.simplest.peak_bytes)}"
+        yield f"simplest within 3 %: {_axes(found.simplest.layout)}, {change}, {format_gib(found.simplest.needed_bytes)}"
     free = found.without_limit
     if free.layout == found.best.layout:
         yield "memory does not decide: no other layout would be faster with more"
     else:
         change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.peak_bytes)} a step would take {change}, with {_axes(free.layout)}"
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {_axes(free.layout)}"
     yield "other values, each with the best of the other axes"
     for axis, value, each in found.changes:
         change = f"{each.step_s / found.best.step_s - 1:+.1%}"
-        if each.peak_bytes > found.limit_bytes:
-            change = f"does not fit: {format_gib(each.peak_bytes)}"
+        if each.needed_bytes > found.limit_bytes:
+            change = f"does not fit: {format_gib(each.needed_bytes)}"
         others = _differences(found.best.layout, each.layout, axis)
         yield f"  {axis + '=' + str(value):<20}{change}{', with ' + others if others else ''}"
 

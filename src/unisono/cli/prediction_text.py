@@ -52,7 +52,9 @@ def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
     from unisono.observe.run_summary import format_gib
 
     peak, has = prediction.peak_bytes, layout.device.memory_bytes
-    yield f"memory {format_gib(peak)} of {format_gib(has)}" + (", which does not fit" if peak > has else "")
+    yield f"memory {format_gib(peak)} of {format_gib(has)}" + (
+        ", which does not fit" if prediction.needed_bytes > has else ""
+    )
     for name, size in sorted(prediction.memory.items(), key=lambda item: -item[1]):
         if size >= 0.001 * peak:
             yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}"

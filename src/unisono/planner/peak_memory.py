@@ -48,10 +48,14 @@ class MemoryParts:
     allocator: Numbers
 
     @property
+    def counted(self) -> Numbers:
+        """What must fit into the device: the allocator gives the rest back where memory is short."""
+        return self.states + self.gathered + self.activations + self.recomputed + self.logits
+
+    @property
     def total(self) -> Numbers:
-        """The peak."""
-        parts: tuple[Numbers, ...] = tuple(getattr(self, name) for name in self.__slots__)
-        return np.sum(parts, axis=0)
+        """The peak where memory is not short."""
+        return self.counted + self.allocator
 
 
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:

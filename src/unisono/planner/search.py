@@ -67,12 +67,12 @@ class Candidate:
     Attributes:
         layout: The layout.
         step_s: Seconds of a step.
-        peak_bytes: Memory of the device that needs most.
+        needed_bytes: What must fit into the device that needs most (``MemoryParts.counted``).
     """
 
     layout: Layout
     step_s: float
-    peak_bytes: float
+    needed_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class SearchResult:
         simplest: Of those that fit and take at most 3 % longer, the one with the fewest axes; None if none fits.
         num_layouts: Layouts that were compared.
         num_fitting: Those that fit.
-        limit_bytes: Memory that a layout may take.
+        limit_bytes: What ``needed_bytes`` may be.
         changes: Each other value of an axis, in the order of ``AXES``, with the best layout that has it. A value that no layout
             has is left out.
         pareto: The fastest for each amount of memory: none is both faster and smaller.
@@ -119,12 +119,12 @@ def search(job: Job) -> SearchResult:
         )
     fitted, work = fitted_constants(), count_work(layouts)
     times = step_time(work, efficiencies(layouts, fitted), fitted).total
-    peaks = peak_memory(layouts).total
+    needs = peak_memory(layouts).counted
     limit = MEMORY_SHARE * (job.memory_bytes or job.device.memory_bytes)
-    fits = peaks <= limit
+    fits = needs <= limit
 
     def candidate(index: int) -> Candidate:
-        return Candidate(layout=layouts[index], step_s=float(times[index]), peak_bytes=float(peaks[index]))
+        return Candidate(layout=layouts[index], step_s=float(times[index]), needed_bytes=float(needs[index]))
 
     def fastest(inside: NDArray[np.bool_]) -> int:
         """Of equal ones the simplest."""
@@ -145,10 +145,10 @@ def search(job: Job) -> SearchResult:
         num_fitting=int(fits.sum()),
         limit_bytes=limit,
         changes=tuple(
-            (axis, value, candidate(index)) for axis, value, index in _changes(layouts, fits, peaks, best, fastest)
+            (axis, value, candidate(index)) for axis, value, index in _changes(layouts, fits, needs, best, fastest)
         ),
-        pareto=tuple(map(candidate, _pareto(times, peaks))),
-        smallest=candidate(int(np.argmin(peaks))),
+        pareto=tuple(map(candidate, _pareto(times, needs))),
+        smallest=candidate(int(np.argmin(needs))),
         without_limit=candidate(fastest(np.ones(len(layouts), bool))),
     )
 
@@ -156,7 +156,7 @@ def search(job: Job) -> SearchResult:
 def _changes(
     layouts: Sequence[Layout],
     fits: NDArray[np.bool_],
-    peaks: Numbers,
+    needs: Numbers,
     best: int | None,
     fastest: Callable[[NDArray[np.bool_]], int],
 ) -> Iterator[tuple[str, int | str, int]]:
@@ -168,7 +168,7 @@ def _changes(
                 continue
             inside = np.array([each == value for each in values])
             fitting = inside & fits
-            smallest = int(np.flatnonzero(inside)[np.argmin(peaks[inside])])
+            smallest = int(np.flatnonzero(inside)[np.argmin(needs[inside])])
             yield axis, value, fastest(fitting) if fitting.any() else smallest
 
 
@@ -179,14 +179,14 @@ def _complexity(layout: Layout) -> tuple[float, ...]:
     return (used, *axes, layout.dp_shard, layout.micro_batch)
 
 
-def _pareto(times: Numbers, peaks: Numbers) -> list[int]:
+def _pareto(times: Numbers, needs: Numbers) -> list[int]:
     """From the fastest to the smallest."""
     found: list[int] = []
     least = np.inf
-    for index in np.lexsort((peaks, times)):
-        if peaks[index] < least * (1 - _SAME):
+    for index in np.lexsort((needs, times)):
+        if needs[index] < least * (1 - _SAME):
             found.append(int(index))
-            least = peaks[index]
+            least = needs[index]
     return found
 
 

@@ -44,8 +44,13 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory that the allocator of this device reserves."""
+        """Memory that the allocator of this device reserves where it is not short."""
         return sum(self.memory.values())
+
+    @property
+    def needed_bytes(self) -> float:
+        """``MemoryParts.counted``."""
+        return self.peak_bytes - self.memory["allocator"]
 
 
 def predict(layouts: Sequence[Layout]) -> list[Prediction]:
