@@ -518,6 +518,19 @@ def search_time(match: Match) -> Figure:
     return Figure(text, row["wall_s"], at_most(row["aim_s"], f"≤ {row['aim_s']} s"))
 
 
+def choice(match: Match) -> Figure:
+    """Predicted step times of plans of the search over those of published plans."""
+    row = match.node["predicted_over_published"]
+    text = f"{row['median']:.2f} (nine of ten: {row['low']:.2f} to {row['high']:.2f}); {match.node['jobs']} jobs"
+    return Figure(text, row["median"])
+
+
+def fitting(match: Match) -> Figure:
+    """How many published layouts are predicted to fit."""
+    row = match.node
+    return Figure(f"{row['fit']} of {row['of']}", row["fit"] / row["of"])
+
+
 def memory_error(match: Match) -> Figure:
     """Median error of predicted memory, and the range of predicted over published."""
     row = match.node

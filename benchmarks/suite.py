@@ -438,7 +438,11 @@ BENCHMARKS = (
         title="Search for the fastest layout",
         quick=("--rounds", "1"),
         text="`unisono plan` as a command, with its start: medians of seconds, peak memory, and layouts that were compared.",
-        rows=(Row("{0}", "jobs/*", figures.search_time),),
+        rows=(
+            Row("{0}", "jobs/*", figures.search_time),
+            Row("step of our plan over that of the published one, both predicted", "choices", figures.choice),
+            Row("published layouts that are predicted to fit: {0}", "choices/published_that_fit/*", figures.fitting),
+        ),
     ),
     Benchmark(
         name="events",

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of ``unisono plan`` for large clusters. Prints JSON.
+"""Seconds and peak memory of ``unisono plan`` for large clusters, and its plans beside published ones. Prints JSON.
 
 python -m benchmarks.planner.search_time [--rounds 5]
 """
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+from benchmarks.planner.search_choice import choices
 
 # cluster, model, sequences of a step, other options, aim in seconds
 JOBS = {
@@ -51,7 +53,7 @@ def main() -> None:
         # of the largest child until now: jobs are in the order of their size
         peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         jobs[name] = {"wall_s": statistics.median(seconds), "aim_s": aim_s, "peak_mib": peak_mib, "layouts": layouts}
-    print(json.dumps({"jobs": jobs}))
+    print(json.dumps({"jobs": jobs, "choices": choices()}))
 
 
 if __name__ == "__main__":
