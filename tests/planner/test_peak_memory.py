@@ -14,7 +14,7 @@ from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryPar
 GIB = 2**30
 ALONE = Layout(
     model=PRESETS["llama-3-8b"],
-    device=DEVICES["h100"],
+    device=DEVICES["b200"],
     precision="bf16",
     num_devices=8,
     dp_shard=8,
@@ -51,13 +51,23 @@ def test_parts_by_hand() -> None:
 
 def test_a_published_run() -> None:
     """torchtitan's Llama 3.1 8B on 8 and 128 H100 with PyTorch's selective checkpoint (its table of December 2024)."""
-    selective = replace(ALONE, recompute="selective")
+    selective = replace(ALONE, device=DEVICES["h100-hbm2e"], recompute="selective")
     for layout, gib in (
         (selective, 82.4),
         (replace(selective, compiled=True), 77.0),
         (replace(selective, num_devices=128, dp_shard=128, global_batch=256), 67.0),
     ):
         assert total(layout) / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_the_allocator_reserves_no_more_than_the_device_has() -> None:
+    near = replace(
+        ALONE, device=DEVICES["h100-hbm2e"], recompute="selective", num_devices=4, dp_shard=4, global_batch=8
+    )
+    assert total(near) == 96 * GIB > float(peak_memory([near]).counted[0])
+    over = replace(ALONE, device=DEVICES["h100"])
+    assert parts(over)["allocator"] == 0
+    assert total(over) > 80 * GIB
 
 
 def test_recompute_keeps_less() -> None:

@@ -37,7 +37,7 @@ class MemoryParts:
         activations: What the forward passes of all micro-batches in flight keep for the backward pass.
         recomputed: What one block keeps while its backward pass runs, beyond ``activations``.
         logits: Of one micro-batch, with their loss.
-        allocator: What PyTorch's allocator reserves beyond these.
+        allocator: What PyTorch's allocator reserves beyond these where there is room.
     """
 
     states: Numbers
@@ -49,12 +49,12 @@ class MemoryParts:
 
     @property
     def counted(self) -> Numbers:
-        """What must fit into the device: the allocator gives the rest back where memory is short."""
+        """What must fit into the device."""
         return self.states + self.gathered + self.activations + self.recomputed + self.logits
 
     @property
     def total(self) -> Numbers:
-        """The peak where memory is not short."""
+        """The peak of what the allocator reserves."""
         return self.counted + self.allocator
 
 
@@ -62,6 +62,7 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     """The memory of each of ``layouts``."""
     counted = np.array([_largest(layout) for layout in layouts]).reshape(len(layouts), 5)
     factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
+    room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(1)
     states, gathered, activations, recomputed, logits = counted.T
     return MemoryParts(
         states=states,
@@ -69,7 +70,7 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
         activations=activations,
         recomputed=recomputed,
         logits=logits,
-        allocator=counted.sum(1) * (factor - 1),
+        allocator=np.clip(counted.sum(1) * (factor - 1), 0, np.maximum(0, room)),
     )
 
 

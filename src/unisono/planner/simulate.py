@@ -44,12 +44,12 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory that the allocator of this device reserves where it is not short."""
+        """Memory that the allocator of this device reserves."""
         return sum(self.memory.values())
 
     @property
     def needed_bytes(self) -> float:
-        """``MemoryParts.counted``."""
+        """What must fit into the device (``MemoryParts.counted``)."""
         return self.peak_bytes - self.memory["allocator"]
 
 
