@@ -6,6 +6,7 @@ import json
 
 import pytest
 from commands import Desk
+from report_pages import charts
 
 JOB = ("--cluster", "h100x64", "--model", "llama-3-70b", "--global-batch", "256")
 
@@ -75,3 +76,22 @@ def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> N
     answer = desk.here("plan", *arguments)
     assert answer.code == 2
     assert said in answer.err
+
+
+def test_the_page_has_the_plan_its_parts_and_the_other_values(desk: Desk) -> None:
+    page = desk.folder / "plan.html"
+    found = desk.here("plan", *JOB, "--report=plan.html", "--json").json
+    text = page.read_text()
+    drawn = charts(text)
+    assert set(drawn) == {"time", "memory", "front"}
+    best = found["best"]["prediction"]
+    assert sum(sum(bar["x"]) for bar in drawn["time"]["data"]) == pytest.approx(best["step_s"], rel=1e-3)
+    assert sum(sum(bar["x"]) for bar in drawn["memory"]["data"]) * 2**30 == pytest.approx(
+        sum(best["memory"].values()), rel=1e-3
+    )
+    assert drawn["front"]["data"][0]["y"] == [each["step_s"] for each in found["pareto"]]
+    assert "Fastest layout that fits: " in text
+    assert text.count("<td>tp=") >= 2
+    answer = desk.here("plan", *JOB, "--report=missing/plan.html")
+    assert answer.code == 2
+    assert "missing" in answer.err

@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import print_result
+from unisono.cli.common import ExpandedPath, print_result
 from unisono.cli.prediction_text import layout_facts, prediction_lines
 from unisono.errors import ConfigError, nearest_name
+from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
     from unisono.planner.layout import Layout
@@ -33,6 +35,7 @@ def search_options(function: F) -> F:
             type=click.FloatRange(min=0, min_open=True),
             help="Memory of a device (default: that of its data sheet).",
         ),
+        click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here."),
         click.option("--pin", "pins", multiple=True, metavar="AXIS=VALUE", help="A value that is given; may be repeated."),
         click.option("--compile", "is_compiled", is_flag=True, help="The model is compiled, which needs less memory."),
         click.option("--precision", default="", help="bf16 (default), fp16, fp8 or fp4."),
@@ -45,9 +48,16 @@ def search_options(function: F) -> F:
     return function
 
 
-def find_plan(*, as_json: bool, **options: Any) -> None:
-    """Search and print the result. ``options`` are those of ``search_options``."""
+def find_plan(*, as_json: bool, report: Path | None, **options: Any) -> None:
+    """Search, write the page, and print the result.
+
+    Args:
+        as_json: Print one JSON object.
+        report: The file of the page.
+        options: The others of ``search_options``.
+    """
     from unisono.planner.layout import LayoutError
+    from unisono.planner.plan_page import write_plan_page
     from unisono.planner.search import search
     from unisono.planner.simulate import predict
 
@@ -57,6 +67,9 @@ def find_plan(*, as_json: bool, **options: Any) -> None:
     except LayoutError as error:
         raise _refused(error.given, error.rule, error.nearest) from error
     best = None if found.best is None else predict([found.best.layout])[0]
+    if report is not None and best is not None:
+        with explained_write_errors(report.parent, consequence="no page was written", other_name="another file (--report)"):
+            write_plan_page(report, job, found, best)
     print_result(as_json, _as_json(found, best), _lines(job, found, best))
     if best is None:
         raise SystemExit(1)
@@ -164,23 +177,24 @@ def _facts(candidate: Candidate) -> dict[str, Any]:
 
 def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[str]:
     from unisono.observe.run_summary import format_gib
+    from unisono.planner.plan_page import layout_text
 
     yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
     if found.best is None or best is None:
         least = found.smallest
-        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {_axes(least.layout)}"
+        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
         yield "try more devices, full recompute if it is not pinned, or a smaller batch"
         return
     yield from prediction_lines(found.best.layout, best)
     if found.simplest is not None and found.simplest.layout != found.best.layout:
         change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
-        yield f"simplest within 3 %: {_axes(found.simplest.layout)}, {change}, {format_gib(found.simplest.needed_bytes)}"
+        yield f"simplest within 3 %: {layout_text(found.simplest)}, {change}, {format_gib(found.simplest.needed_bytes)}"
     free = found.without_limit
     if free.layout == found.best.layout:
         yield "memory does not decide: no other layout would be faster with more"
     else:
         change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {_axes(free.layout)}"
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
     yield "other values, each with the best of the other axes"
     for axis, value, each in found.changes:
         change = f"{each.step_s / found.best.step_s - 1:+.1%}"
@@ -188,13 +202,6 @@ def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[s
             change = f"does not fit: {format_gib(each.needed_bytes)}"
         others = _differences(found.best.layout, each.layout, axis)
         yield f"  {axis + '=' + str(value):<20}{change}{', with ' + others if others else ''}"
-
-
-def _axes(layout: Layout) -> str:
-    from unisono.planner.search import AXES
-
-    used = [f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) not in (0, 1, "none")]
-    return " ".join(used) or "replicas alone"
 
 
 def _differences(best: Layout, other: Layout, changed: str) -> str:
