@@ -162,7 +162,7 @@ def test_encodings_of_files(tmp_path: Path) -> None:
 def test_a_file_in_another_encoding_differs_and_the_others_are_compared(
     tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    texts = {".csv": "a,t,s\n1,caf\u00e9,{}\n", ".jsonl": '{{"a": 1, "t": "caf\u00e9", "s": {}}}\n'}
+    texts = {".csv": "a,t,s\n1,\u00e9,{}\n", ".jsonl": '{{"a": 1, "t": "\u00e9", "s": {}}}\n'}
     encodings = {"a": "utf-8", "b": "latin-1", "c": "utf-8", "d": "utf-16"}
     for number, (name, encoding) in enumerate(encodings.items()):
         (tmp_path / f"{name}{suffix}").write_bytes(texts[suffix].format(number).encode(encoding))

@@ -68,7 +68,9 @@ def find_plan(*, as_json: bool, report: Path | None, **options: Any) -> None:
         raise _refused(error.given, error.rule, error.nearest) from error
     best = None if found.best is None else predict([found.best.layout])[0]
     if report is not None and best is not None:
-        with explained_write_errors(report.parent, consequence="no page was written", other_name="another file (--report)"):
+        with explained_write_errors(
+            report.parent, consequence="no page was written", other_name="another file (--report)"
+        ):
             write_plan_page(report, job, found, best)
     print_result(as_json, _as_json(found, best), _lines(job, found, best))
     if best is None:
