@@ -95,3 +95,21 @@ def test_the_page_has_the_plan_its_parts_and_the_other_values(desk: Desk) -> Non
     answer = desk.here("plan", *JOB, "--report=missing/plan.html")
     assert answer.code == 2
     assert "missing" in answer.err
+
+
+def test_length_precision_and_compilation_are_those_of_the_layout(desk: Desk) -> None:
+    given = (
+        "--seq-len=4096",
+        "--precision=fp8",
+        "--pin=tp=8",
+        "--pin=pp=1",
+        "--pin=recompute=full",
+        "--pin=micro_batch=1",
+    )
+    eager, compiled = (
+        json.loads(desk.here("plan", *JOB, *given, "--json", *more).out) for more in ((), ("--compile",))
+    )
+    layout = eager["best"]["layout"]
+    assert (layout["seq_len"], layout["precision"], layout["micro_batch"]) == (4096, "fp8", 1)
+    memory = [each["best"]["prediction"]["memory"]["allocator"] for each in (eager, compiled)]
+    assert 0 < memory[1] < memory[0]
