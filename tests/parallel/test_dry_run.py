@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import matrix
@@ -118,3 +119,12 @@ def test_a_rank_of_a_job_simulates_no_other() -> None:
         pass
     with simulated_world(0, 2) as world:  # the first one left nothing behind
         assert (world.rank, world.world_size) == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_traced_memory_is_that_of_an_accelerator(tmp_path: Path, recompute: str) -> None:
+    settings = {"layers": 4, "device": "auto", "precision": "bf16", "recompute": recompute, "steps": EXECUTED_STEPS}
+    (traced,) = trainer_of(str(tmp_path), World(JobSpec()), "gpt", settings).dry_run(1)
+    by_kind = executed(World.alone(JobSpec()), "gpt", settings)
+    assert without_buffers(traced.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005)

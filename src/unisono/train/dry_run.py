@@ -185,7 +185,8 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
         for _ in range(STEPS):
             live.kind = "between phases"
             micro_batches = [
-                {name: fake.from_tensor(value) for name, value in micro.items()} for micro in batch.micro_batches
+                {name: fake.from_tensor(value).to(parts.device) for name, value in micro.items()}
+                for micro in batch.micro_batches
             ]
             begin_step(live, parts.built.model, parts.state, micro_batches)
             made = micro_batches if parts.sharded.pipeline is not None else _unlike(micro_batches)
