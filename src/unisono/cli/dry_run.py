@@ -22,11 +22,11 @@ def dry_run(resolved: Resolved[RunConfig], processes: int | None, ranks: Sequenc
     from unisono.device.torch_adapters import adapter_of
     from unisono.observe.host_memory import host_memory_limit_bytes
     from unisono.parallel.device import find_device
-    from unisono.planner.run_trace import open_trace
+    from unisono.planner.run_trials import open_trials
 
     config = resolved.value
-    with open_trace(resolved) as trace:
-        plan, traced = trace(config.plan, processes or _processes(config), ranks)
+    with open_trials(resolved) as trials:
+        plan, traced = trials.trace(config.plan, processes or _processes(config), ranks)
     device = find_device(plan.mesh.device, 0)
     memory = adapter_of(device)[0].memory(device.index or 0)
     limit = host_memory_limit_bytes() if memory is None else memory.limit_bytes

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
+from unisono.cli.plan_auto import auto
+from unisono.cli.plan_calibrate import calibrate
 from unisono.cli.plan_fit import fit
 from unisono.cli.plan_search import find_plan, search_options
 from unisono.cli.plan_simulate import simulate
@@ -34,8 +36,8 @@ _PROCESSES = click.option(
 def command(context: click.Context, as_json: bool, **options: Any) -> None:
     """With --cluster, --model and --global-batch: find the fastest layout that fits. Nothing is run, no device is needed.
 
-    With a command: show, check, compare, write strategy files; find a plan that fits; simulate jobs. FILE may be the folder of a
-    run.
+    With a command: show, check, compare, write strategy files; find a plan that fits, or the fastest one; simulate jobs. FILE may
+    be the folder of a run.
     """
     given = [name for name, value in options.items() if value]
     if context.invoked_subcommand is None and not given:
@@ -140,6 +142,8 @@ def compare(a: str, b: str, as_json: bool) -> None:
     raise SystemExit(1 if differences else 0)
 
 
+command.add_command(auto)
+command.add_command(calibrate)
 command.add_command(fit)
 command.add_command(simulate)
 

@@ -46,28 +46,15 @@ def fit(
     Tries, in this order: bf16, smaller micro-batches, recompute, states over all data ranks, tensor parallelism, offload. Each is
     traced (unisono train --dry-run). Exit code 1: none fits.
     """
-    if overlay is not None and len(config) > 1:
-        raise ConfigError(
-            given=f"--apply with {len(config)} files of configuration",
-            rule="the file that is written goes over one file",
-            consequence="nothing was traced",
-            nearest="one file that has the others as its base",
-        )
-    if overlay is not None and os.path.lexists(overlay):
-        raise ConfigError(
-            given=f"--apply {overlay}",
-            rule="a file that exists is not overwritten",
-            consequence="nothing was traced",
-            nearest="another name",
-        )
+    check_overlay(config, overlay)
     resolved = load_run_config(config, overrides)
     from unisono.parallel.device import computes_bf16, find_device
     from unisono.planner.fit import Ladder
-    from unisono.planner.run_trace import open_trace
+    from unisono.planner.run_trials import open_trials
 
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     device = find_device(resolved.value.plan.device, 0)
-    budget = round(memory_gib * _GIB) if memory_gib else _budget_bytes(device, num_ranks)
+    budget = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
 
     def show(rung: Rung) -> None:
         if not as_json:
@@ -75,9 +62,9 @@ def fit(
 
     if not as_json:
         echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
-    with open_trace(resolved) as trace:
+    with open_trials(resolved) as trials:
         ladder = Ladder(
-            trace=trace,
+            trace=trials.trace,
             options=resolved.value.plan,
             num_ranks=num_ranks,
             budget_bytes=budget,
@@ -103,7 +90,25 @@ def fit(
         raise SystemExit(1)
 
 
-def _budget_bytes(device: Any, num_ranks: int) -> int:
+def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
+    """Raise ConfigError for a file that cannot be written over ``config``."""
+    if overlay is not None and len(config) > 1:
+        raise ConfigError(
+            given=f"--apply with {len(config)} files of configuration",
+            rule="the file that is written goes over one file",
+            consequence="nothing was traced",
+            nearest="one file that has the others as its base",
+        )
+    if overlay is not None and os.path.lexists(overlay):
+        raise ConfigError(
+            given=f"--apply {overlay}",
+            rule="a file that exists is not overwritten",
+            consequence="nothing was traced",
+            nearest="another name",
+        )
+
+
+def memory_budget_bytes(device: Any, num_ranks: int) -> int:
     """What the tensors of a rank may take here: of a device all that it has, of the host a rank's part without its process."""
     import psutil
 

@@ -38,13 +38,18 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.storage import directory
 from unisono.storage.files import open_new
-from unisono.storage.run_folder import LAUNCH_FILE, RUN_FILE
+from unisono.storage.run_folder import LAUNCH_FILE, PLAN_FILE, RUN_FILE
 from unisono.train.config import RunConfig
 
 
 @click.command("train")
 @takes_config
-@click.option("--plan", "plan_file", type=ExpandedPath(), help="Strategy file; the same as --set plan.file=FILE.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=ExpandedPath(),
+    help="Strategy file; the same as --set plan.file=FILE. auto = search the fastest plan first (unisono plan auto).",
+)
 @click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
 @click.option(
     "--dry-run",
@@ -79,7 +84,9 @@ def command(
     Without CONFIG a small GPT learns Python from the standard library's own source. A run found in run.dir is resumed
     where its last committed checkpoint stands.
     """
-    if plan_file is not None:
+    if plan_file == "auto":
+        overrides = (*overrides, *_searched(config, overrides))
+    elif plan_file is not None:
         overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
     resolved = load_run_config(config, overrides)
     if dry_run:
@@ -188,6 +195,25 @@ def _leave(error: CommError) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code)
+
+
+def _searched(config: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
+    """Settings of the fastest plan; of a run that has begun, its own plan. Raises PlanError if none is found."""
+    from unisono.cli.plan_auto import found_settings
+
+    job = job_from_environ(os.environ)
+    if job.world_size > 1:
+        raise ConfigError(
+            given=f"train --plan auto as rank {job.rank} of a job of {job.world_size}",
+            rule="the search is made once, before the ranks are started",
+            consequence="nothing was started",
+            nearest="unisono plan auto --apply FILE before, and FILE as the configuration of the job",
+        )
+    resolved = load_run_config(config, overrides)
+    begun = Path(resolved.value.run.dir) / PLAN_FILE
+    if resolved.value.run.resume != "never" and begun.exists():
+        return [f"plan.file={json.dumps(str(begun.absolute()))}"]
+    return found_settings(resolved, config, overrides)
 
 
 def _sync(options: PlanOptions) -> str:

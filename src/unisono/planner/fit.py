@@ -12,15 +12,17 @@ Each rung keeps the settings of the rungs before it. The first that fits is then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.errors import ConfigError, PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
-from unisono.planner.run_trace import Trace
 from unisono.train.dry_run import RankMemory
+
+# (options, number of ranks, ranks to trace) -> the plan, and the memory of the ranks
+Trace = Callable[[PlanOptions, int, Sequence[int]], tuple[Plan, list[RankMemory]]]
 
 MAX_TENSOR_RANKS = 8  # of one host
 
@@ -53,7 +55,7 @@ class Ladder:
     """A walk up the ladder.
 
     Attributes:
-        trace: Traces a plan (``run_trace.open_trace``).
+        trace: Traces a plan (``RunTrials.trace``).
         options: Options of the plan as configured.
         num_ranks: Ranks of the job.
         budget_bytes: Bytes that the tensors of a rank may take.

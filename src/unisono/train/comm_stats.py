@@ -119,9 +119,7 @@ class CommStats:
             return
         now_s, links = time.monotonic(), self._peers()
         wall_s = now_s - self._began_s
-        groups = [*self._sums(), *(self.traffic.take() if self.traffic is not None else ())]
-        groups += [group.times(self._steps) for group in (self._sampled.take() if self._sampled is not None else ())]
-        axes = [axis_row(group, self._measured, self._host, wall_s) for group in merged(groups)]
+        axes = [axis_row(group, self._measured, self._host, wall_s) for group in self.take_traffic()]
         rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
             sent, received = link.sent_bytes - before.sent_bytes, link.received_bytes - before.received_bytes
@@ -143,6 +141,12 @@ class CommStats:
         used = {f"comm/{axis}_used_frac": use.used_frac for axis, use in uses.items() if use.expected_s}
         self._events.emit("links", step=self._step, **times, **used, axes=axes, links=rows)
         self._begin(now_s, links)
+
+    def take_traffic(self) -> list[GroupTraffic]:
+        """What was exchanged in the steps since the last call, one entry for each kind of group."""
+        groups = [*self._sums(), *(self.traffic.take() if self.traffic is not None else ())]
+        groups += [group.times(self._steps) for group in (self._sampled.take() if self._sampled is not None else ())]
+        return merged(groups)
 
     def _begin(self, now_s: float, links: Sequence[PeerTraffic]) -> None:
         self._began_s, self._before = now_s, links
@@ -170,12 +174,8 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
         "wire_bytes_per_s": wire_bytes / wall_s,
         **_interface(group.transport),
     }
-    seconds = [_expected_s(group, each, measured, host) for each in messages]
-    latency_s = _seconds_of(group, 0, measured, host)
-    if not group.wait_is_for_link or None in seconds or latency_s is None:
-        return row
-    expected_s = sum(each for each in seconds if each is not None)
-    if expected_s > 0:
+    expected_s, latency_s = expected_seconds(group, measured, host), _seconds_of(group, 0, measured, host)
+    if group.wait_is_for_link and expected_s and latency_s is not None:
         row |= {
             "expected_s": expected_s,
             "expected_latency_s": latency_s * row["collectives"],
@@ -185,10 +185,15 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
     return row
 
 
-def _expected_s(group: GroupTraffic, messages: Messages, measured: Calibration, host: str) -> float | None:
-    """Seconds predicted for messages of about one size."""
-    seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host)
-    return None if seconds is None else messages.count * seconds
+def expected_seconds(group: GroupTraffic, measured: Calibration, host: str) -> float | None:
+    """Seconds that the traffic of ``group`` takes, one message after the other; None where nothing comparable was measured."""
+    total = 0.0
+    for messages in group.messages.values():
+        seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host)
+        if seconds is None:
+            return None
+        total += messages.count * seconds
+    return total
 
 
 def _seconds_of(group: GroupTraffic, nbytes: int, measured: Calibration, host: str) -> float | None:

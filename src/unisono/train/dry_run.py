@@ -10,10 +10,8 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,21 +24,19 @@ from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 teste
 )
 
 from unisono.dist import JobSpec
-from unisono.dist.simulated_world import simulated_world
 from unisono.errors import ConfigError
 from unisono.measure.live_storages import LiveStorages, Peak
-from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
-from unisono.parallel.deferred_init import deferred_init
 from unisono.parallel.fsdp import padded_once
 from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
-from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
+from unisono.train.assembly import RunInputs, RunParts
 from unisono.train.loop_assembly import build_train_step
-from unisono.train.objectives import Batch, as_objective
+from unisono.train.objectives import Batch
 from unisono.train.setup import resolve_plan
+from unisono.train.simulated_rank import assembled_rank
 from unisono.train.state import TrainState
 from unisono.train.whole_model import empty_copy
 
@@ -84,8 +80,16 @@ def trace_ranks(
         ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
         PlanError: The plan does not fit the ranks, the model or the batch.
     """
-    plan = resolve_plan(options, JobSpec(world_size=world_size))[1]
+    plan = plan_of_ranks(options, world_size, ranks)
     plan = replace(plan, backend=replace(plan.backend, compile="off"))
+    wanted = list(ranks) or ranks_to_trace(plan)
+    traced = trace_places(given, plan, ranks_that_show(plan, wanted), {})
+    return [traced[rank] for rank in wanted]
+
+
+def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[int]) -> Plan:
+    """The plan of a job of ``world_size``, of which ``ranks`` can be simulated. Raises as ``trace_ranks``."""
+    plan = resolve_plan(options, JobSpec(world_size=world_size))[1]
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
             given=f"rank {outside[0]} of a job of {world_size}",
@@ -100,10 +104,15 @@ def trace_ranks(
             consequence="nothing was traced",
             nearest="plan.sync=dist_sync, whose ranks also hold the optimizer's state",
         )
-    wanted = list(ranks) or ranks_to_trace(plan)
-    # a stage is traced once the stage before it has shown what it passes on
-    hidden: HiddenStates = {}
-    waiting, traced = _ranks_that_show(plan, wanted), dict[int, RankMemory]()
+    return plan
+
+
+def trace_places(given: RunInputs, plan: Plan, ranks: Sequence[int], hidden: HiddenStates) -> dict[int, RankMemory]:
+    """Trace ``ranks``; ``hidden`` gets the hidden states that their stages pass on. ``plan`` compiles nothing.
+
+    A stage is traced once the stage before it has shown what it passes on.
+    """
+    waiting, traced = list(ranks), dict[int, RankMemory]()
     while waiting:
         known, late = len(hidden), list[int]()
         for rank in waiting:
@@ -113,10 +122,10 @@ def trace_ranks(
                 late.append(rank)
         assert len(late) < len(waiting) or len(hidden) > known, "no stage shows what it passes on"
         waiting = late
-    return [traced[rank] for rank in wanted]
+    return traced
 
 
-def _ranks_that_show(plan: Plan, wanted: Sequence[int]) -> list[int]:
+def ranks_that_show(plan: Plan, wanted: Sequence[int]) -> list[int]:
     """``wanted``, behind ranks of the other places in the pipeline: the stages of ``wanted`` need what those pass on."""
     if plan.mesh.pp == 1:
         return list(wanted)
@@ -129,51 +138,15 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
 
     Raises UnknownHiddenState if it receives another one.
     """
-    resources: list[Any] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="unisono-dry-run-")))
-        world = stack.enter_context(simulated_world(rank, plan.mesh.world_size))
-        device, plan = resolve_plan(plan, world.job)
-        events = stack.enter_context(EventLog(folder / "events.jsonl", rank=rank, run_id="dry-run", attempt=1))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        live = LiveStorages(fake)
-        live.kind = "buffers"
-        inputs = replace(
-            given,
-            run_dir=folder,
-            objective=as_objective(given.given_objective, lambda: None),
-            input=replace(given.input, options=replace(given.input.options, num_workers=0)),
-        )
-        stack.enter_context(_explain_values())
-        stack.enter_context(padded_once())
-        if not plan.is_model_sharded or isinstance(inputs.model, nn.Module):
-            model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
-            with fake, live:
-                inputs = replace(inputs, model=empty_copy(model, device))
-        inputs = inputs.with_steps(plan)
-        stack.callback(lambda: [resource.close() for resource in resources])
-        stack.enter_context(fake)
-        stack.enter_context(live)
-        store = agree_on_run(inputs, plan, world)
-        stack.callback(store.close)
-        parts = assemble(
-            inputs,
-            plan,
-            world=world,
-            store=store,
-            device=device,
-            events=events,
-            stop_notice=None,
-            resources=resources,
-        )
-        pipeline = parts.sharded.pipeline
-        if pipeline is not None:
-            pipeline.hidden_states.update(hidden)
-        try:
-            return _trace_steps(parts, fake, live)
-        finally:
-            if pipeline is not None:
-                hidden.update(pipeline.hidden_states)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    live = LiveStorages(fake)
+    live.kind = "buffers"
+    with (
+        _explain_values(),
+        padded_once(),
+        assembled_rank(given, plan, rank, hidden, (fake, live), copied=empty_copy) as parts,
+    ):
+        return _trace_steps(parts, fake, live)
 
 
 def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> RankMemory:

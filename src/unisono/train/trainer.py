@@ -69,6 +69,7 @@ from unisono.train.whole_model import export_model
 
 if TYPE_CHECKING:
     from unisono.train.dry_run import RankMemory
+    from unisono.train.rank_timing import RankTiming
 
 COLLECTIVE_TIMEOUT_S = 300.0
 _LOG: Final = logging.getLogger("unisono.train")
@@ -424,6 +425,15 @@ class Trainer:
         from unisono.train.dry_run import trace_ranks
 
         return trace_ranks(self._inputs, self._given_plan, num_ranks, ranks)
+
+    def time_ranks(self, num_ranks: int, ranks: Sequence[int] = ()) -> list[RankTiming]:
+        """Time steps of ``ranks`` of a job of ``num_ranks`` in this process, as if the other ranks answered at once.
+
+        By default of one rank of each place in the pipeline. See ``train.rank_timing``, also for what is raised.
+        """
+        from unisono.train.rank_timing import time_ranks
+
+        return time_ranks(self._inputs, self._given_plan, num_ranks, ranks)
 
     def _fit(self) -> Result:
         loop, metrics = self._loop, self._inputs.metrics

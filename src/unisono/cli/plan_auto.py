@@ -1,0 +1,198 @@
+"""``unisono plan auto``: the fastest plan of a configuration for the ranks of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from unisono.cli.common import (
+    ExpandedPath,
+    common_options,
+    load_run_config,
+    print_result,
+    takes_config,
+    train_arguments,
+)
+from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
+from unisono.cli.terminal import echo
+from unisono.config import Resolved
+from unisono.config.overlay_text import overlay_text
+from unisono.dist.interpreter import module_command, module_path
+from unisono.errors import PlanError
+from unisono.storage.files import write_atomically
+from unisono.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from unisono.planner.fastest import Candidate, FastestPlan
+
+_GIB = 2**30
+# set in the process that tries the ranks: its environment is that of a rank
+_AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
+
+
+@click.command("auto")
+@takes_config
+@click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
+)
+@click.option(
+    "--budget-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Seconds after which no further plan is tried.",
+)
+@click.option(
+    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
+)
+@common_options
+def auto(
+    config: tuple[str, ...],
+    overrides: tuple[str, ...],
+    processes: int | None,
+    memory_gib: float | None,
+    budget_s: float,
+    overlay: str | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest plan of CONFIG that fits into memory. One process tries the ranks; nothing is trained.
+
+    Settings of the plan that are given stay as they are. Step times are predicted from those of single ranks, and from what
+    unisono plan calibrate measured of the links. Exit code 1: none fits.
+    """
+    check_overlay(config, overlay)
+    resolved = load_run_config(config, overrides)
+    num_ranks = processes or max(1, resolved.value.launch.num_processes)
+    if num_ranks > 1 and _AS_A_RANK not in os.environ:
+        options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
+        arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
+        arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
+        raise SystemExit(subprocess.run(**_search_process(resolved, num_ranks, arguments), check=False).returncode)
+    search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
+    from unisono.planner.fastest import as_json as listed
+
+    settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
+    if overlay is not None and found is not None:
+        text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
+        write_atomically(Path(overlay), text.encode())
+    result = {
+        "processes": num_ranks,
+        "memory_bytes": search.memory_bytes,
+        "pinned": sorted(search.pinned),
+        "settings": None if found is None else settings,
+        "plan": None if found is None or found.plan is None else found.plan.to_json(),
+        "candidates": listed(search.candidates),
+        "overlay": overlay if found is not None else None,
+    }
+    print_result(as_json, result, _verdict(search, found, settings, overlay))
+    if found is None:
+        raise SystemExit(1)
+
+
+def found_settings(resolved: Resolved[RunConfig], config: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
+    """The settings of the fastest plan of a configuration for its ranks, as ``--set`` takes them.
+
+    Raises:
+        PlanError: No plan fits, or the search failed, which has said why.
+    """
+    num_ranks = max(1, resolved.value.launch.num_processes)
+    arguments = [*train_arguments(config, overrides), f"--processes={num_ranks}", "--json"]
+    process = _search_process(resolved, num_ranks, arguments)
+    done = subprocess.run(**process, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise PlanError(
+            given="train --plan auto",
+            rule="a plan fits into memory, and its ranks can be tried",
+            consequence="nothing was started",
+            nearest="unisono plan fit, which shows what each measure saves"
+            if done.returncode == 1
+            else "unisono plan auto with the same settings, which shows each plan that it tries",
+        )
+    settings: dict[str, Any] = json.loads(done.stdout)["settings"]
+    return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+def _search_process(resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``subprocess.run`` for a search in the environment of a rank: its threads, and its memory allocator."""
+    from unisono.launch.resources import divide_host
+
+    share = divide_host(replace(resolved.value.launch, num_processes=num_ranks))
+    environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: "1"}
+    return {"args": module_command("unisono", "plan", "auto", *arguments), "env": environ}
+
+
+def _search(
+    resolved: Resolved[RunConfig], num_ranks: int, *, memory_gib: float | None, budget_s: float, quiet: bool
+) -> tuple[FastestPlan, Candidate | None]:
+    """Search the plan of a configuration for ``num_ranks`` ranks of this host, and print what is tried unless ``quiet``."""
+    from unisono.data.options import default_cache_dir
+    from unisono.dist import JobSpec
+    from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+    from unisono.parallel.device import find_device
+    from unisono.planner.fastest import FastestPlan, pinned_options
+    from unisono.planner.run_trials import open_trials
+    from unisono.train.setup import resolve_plan
+
+    options = resolved.value.plan
+    device = find_device(options.device, 0)
+    memory_bytes = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
+    plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]
+    if not quiet:
+        echo(f"{num_ranks} ranks on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
+    with open_trials(resolved) as trials:
+        search = FastestPlan(
+            trials=trials,
+            options=options,
+            pinned=pinned_options(plan),
+            num_ranks=num_ranks,
+            memory_bytes=memory_bytes,
+            links=read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE),
+            budget_s=budget_s,
+            tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
+        )
+        return search, search.search()
+
+
+def _line(candidate: Candidate) -> str:
+    from unisono.planner.fastest import changes_in_words
+
+    what = changes_in_words(candidate.settings)
+    if (timed := candidate.timed) is None:
+        return f"{what}: {candidate.refused}"
+    parts = [f"work {timed.work_s:.4g}", *(f"{axis} {seconds:.4g}" for axis, seconds in timed.communication_s.items())]
+    parts += [f"pipeline bubble {timed.bubble_s:.4g}"] if timed.bubble_s else []
+    return f"{what}: {timed.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
+
+
+def _verdict(
+    search: FastestPlan, found: Candidate | None, settings: dict[str, Any], overlay: str | None
+) -> Iterator[str]:
+    if found is None:
+        yield "no plan fits: unisono plan fit shows what each measure saves"
+        return
+    assert found.timed is not None
+    configured = search.candidates[0].timed
+    than = (
+        "; as configured it does not fit"
+        if configured is None
+        else f", {configured.step_s / found.timed.step_s:.3g} times as fast as configured"
+        if settings
+        else ""
+    )
+    changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
+    yield f"fastest: {changes or 'as configured'}: {found.timed.step_s:.4g} s a step{than}"
+    pinned = sorted(search.pinned)
+    if pinned:
+        yield f"kept as given: {', '.join(f'plan.{name}' for name in pinned)}"
+    if overlay is not None:
+        yield f"unisono train {overlay}"

@@ -1,0 +1,229 @@
+"""The fastest plan of a configured run for the ranks of this host, among plans whose ranks are tried on one device.
+
+First each way to share the work between the ranks is tried as it is configured otherwise; one that does not fit is tried with
+smaller micro-batches and more recompute. Then the micro-batch and recompute of the fastest are changed as long as that pays. A
+plan is traced before it is timed, so that none is run that does not fit. What the user set stays as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Final
+
+from unisono.dist import JobSpec
+from unisono.errors import ConfigError, PlanError
+from unisono.measure.calibration import Calibration
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.planner.run_trials import RunTrials
+from unisono.planner.timed_plan import TimedPlan, predict_step
+from unisono.train.setup import resolve_plan
+
+MAX_TENSOR_RANKS: Final = 8  # of one host
+_SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "schedule")
+_RECOMPUTE: Final = ("none", "selective", "full")
+_GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that was considered.
+
+    Attributes:
+        settings: Settings of the plan that differ from the configuration, by name.
+        plan: The plan; None where the settings make no legal one.
+        peak_bytes: What the rank with the most holds in tensors; None where it was not traced.
+        timed: The predicted step; None where it was not timed.
+        refused: Why it was not timed.
+    """
+
+    settings: Mapping[str, Any]
+    plan: Plan | None = None
+    peak_bytes: int | None = None
+    timed: TimedPlan | None = None
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class FastestPlan:
+    """A search.
+
+    Attributes:
+        trials: The run whose plans are tried.
+        options: Options of the plan as configured.
+        pinned: Names of options that stay as they are.
+        num_ranks: Ranks of the job.
+        memory_bytes: Bytes that the tensors of a rank may take.
+        links: What the links between the ranks were measured to do.
+        budget_s: Seconds after which no further plan is tried.
+        tried: Called with each candidate.
+        candidates: All that were considered.
+    """
+
+    trials: RunTrials
+    options: PlanOptions
+    pinned: frozenset[str]
+    num_ranks: int
+    memory_bytes: int
+    links: Calibration
+    budget_s: float
+    tried: Callable[[Candidate], None]
+    candidates: list[Candidate] = field(default_factory=list[Candidate])
+    _ends_s: float = 0.0
+
+    def search(self) -> Candidate | None:
+        """The fastest candidate; None if none fits.
+
+        Raises:
+            PlanError: The configured plan is not legal.
+            ConfigError: It cannot be traced, or the links of a plan were not measured.
+        """
+        self._ends_s = time.monotonic() + self.budget_s
+        self._require_legal()
+        for settings in self._ways_to_share():
+            self._try_lighter(settings)
+        best = self._best()
+        while best is not None:
+            faster = min(map(self._try, self._neighbours(best)), key=_step_s, default=best)
+            if _step_s(faster) * _GAIN > _step_s(best):
+                break
+            best = faster
+        return self._best()
+
+    def _best(self) -> Candidate | None:
+        timed = [candidate for candidate in self.candidates if candidate.timed is not None]
+        return min(timed, key=_step_s, default=None)
+
+    def _require_legal(self) -> None:
+        self.trials.trace(self.options, self.num_ranks, ())
+
+    def _ways_to_share(self) -> Iterator[dict[str, Any]]:
+        """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first."""
+        yield {}
+        free = [name for name in _SHARED_FIELDS if name not in self.pinned]
+        for given in _splits(self.num_ranks):
+            changed = self._differing(given)
+            if changed and all(name in free for name in changed):
+                if given["pp"] > 1 and "micro_batch" not in self.pinned:
+                    changed |= self._differing({"micro_batch": self._micro_batch_of_stages(given)})
+                yield changed
+
+    def _micro_batch_of_stages(self, given: Mapping[str, Any]) -> int:
+        """The largest micro-batch of which a step has twice as many as the pipeline has ranks."""
+        replicas = self.num_ranks // (given["tp"] * given["pp"] * given["cp"])
+        return max(1, self.options.global_batch // replicas // (2 * given["pp"]))
+
+    def _neighbours(self, best: Candidate) -> Iterator[dict[str, Any]]:
+        assert best.plan is not None
+        micro, mode = best.plan.batch.micro_batch, best.plan.recompute.mode
+        changes: list[dict[str, Any]] = [{"micro_batch": 2 * micro}]
+        if micro > 1:
+            changes.append({"micro_batch": micro // 2})
+        changes += [{"recompute": other} for other in _RECOMPUTE if {mode, other} in map(set, pairwise(_RECOMPUTE))]
+        for change in changes:
+            settings = self._differing({**best.settings, **change})
+            if self.pinned.isdisjoint(change):
+                yield settings
+
+    def _try_lighter(self, settings: Mapping[str, Any]) -> None:
+        """Try ``settings``; where they do not fit, with a micro-batch of one, then with more recompute."""
+        steps: list[dict[str, Any]] = [{}, {"micro_batch": 1}, {"recompute": "selective"}, {"recompute": "full"}]
+        for change in steps:
+            if not self.pinned.isdisjoint(change):
+                continue
+            settings = self._differing({**settings, **change})
+            candidate = self._try(settings)
+            if candidate.timed is not None or candidate.peak_bytes is None:
+                return
+
+    def _differing(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if value != getattr(self.options, name)}
+
+    def _try(self, settings: Mapping[str, Any]) -> Candidate:
+        found = self._considered(settings)
+        if found not in self.candidates:  # else the same plan by other settings
+            self.candidates.append(found)
+            self.tried(found)
+        return found
+
+    def _known(self, plan: Plan) -> Candidate | None:
+        """The candidate with this plan."""
+        known = (candidate for candidate in self.candidates if candidate.plan is not None)
+        return next((candidate for candidate in known if candidate.plan == plan), None)
+
+    def _considered(self, settings: Mapping[str, Any]) -> Candidate:
+        if time.monotonic() > self._ends_s and any(candidate.timed for candidate in self.candidates):
+            return Candidate(settings=settings, refused="not tried: the time for the search was over")
+        options = replace(self.options, **settings)
+        try:
+            plan = resolve_plan(options, JobSpec(world_size=self.num_ranks))[1]
+            if (same := self._known(plan)) is not None:
+                return same
+            plan, ranks = self.trials.trace(options, self.num_ranks, ())
+            peak_bytes = max(rank.peak.bytes for rank in ranks)
+            if peak_bytes > self.memory_bytes:
+                too_much = (peak_bytes - self.memory_bytes) / 2**30
+                refused = f"{too_much:.4g} GiB too much"
+                return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, refused=refused)
+            plan, timings = self.trials.time(options, self.num_ranks)
+        except (PlanError, ConfigError) as error:
+            return Candidate(settings=settings, refused=f"not possible: {error.problems[0].given}")
+        # not within the try: links that were not measured are no reason to pass over a plan
+        timed = predict_step(plan, timings, self.links)
+        return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed)
+
+
+def _step_s(candidate: Candidate) -> float:
+    return float("inf") if candidate.timed is None else candidate.timed.step_s
+
+
+def _splits(num_ranks: int) -> Iterator[dict[str, Any]]:
+    """All ways to share the work of a model between ``num_ranks`` with one axis or two, the simplest first."""
+    plain: dict[str, Any] = {"dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False}
+    if num_ranks == 1:
+        return
+    sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+    of_model: list[tuple[int, dict[str, Any]]] = [(1, {})]
+    for size in sizes:
+        if size <= MAX_TENSOR_RANKS:
+            of_model += [(size, {"tp": size}), (size, {"tp": size, "sequence_parallel": True})]
+        of_model += [(size, {"pp": size, "schedule": schedule}) for schedule in ("1f1b", "interleaved", "zbv")]
+        of_model.append((size, {"cp": size}))
+    for size, axes in of_model:
+        rest = num_ranks // size
+        yield {**plain, **axes}
+        if rest > 1:
+            yield {**plain, **axes, "dp_shard": rest}
+            yield {**plain, **axes, "dp_shard": rest, "zero": 1}
+
+
+def changes_in_words(settings: Mapping[str, Any]) -> str:
+    """``settings`` as they are given on the command line, without ``plan.``."""
+    return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items()) or "as configured"
+
+
+def pinned_options(plan: Plan) -> frozenset[str]:
+    """Names of the options that the user set: by settings or a strategy file."""
+    from unisono.plan.plan import field_origins, option_of
+
+    chosen = (name for name, origin in field_origins(plan).items() if origin.startswith(("setting", "strategy")))
+    return frozenset({*plan.pins, *map(option_of, chosen)} - {""})
+
+
+def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """One object for each candidate."""
+    return [
+        {
+            "settings": {f"plan.{name}": value for name, value in candidate.settings.items()},
+            "peak_bytes": candidate.peak_bytes,
+            "refused": candidate.refused or None,
+            "step_s": None if (timed := candidate.timed) is None else timed.step_s,
+            "work_s": None if timed is None else timed.work_s,
+            "communication_s": None if timed is None else dict(timed.communication_s),
+            "bubble_s": None if timed is None else timed.bubble_s,
+        }
+        for candidate in candidates
+    ]

@@ -1,0 +1,99 @@
+"""The parts of a run on one rank of a job whose other ranks do not exist: its own code, in a process group that is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.dist.simulated_world import simulated_world
+from unisono.observe.events import EventLog
+from unisono.parallel.deferred_init import deferred_init
+from unisono.parallel.pipeline.executor import HiddenStates
+from unisono.plan.plan import Plan
+from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
+from unisono.train.objectives import as_objective
+from unisono.train.setup import resolve_plan
+
+
+@contextmanager
+def assembled_rank(
+    given: RunInputs,
+    plan: Plan,
+    rank: int,
+    hidden: HiddenStates,
+    modes: Sequence[AbstractContextManager[Any]] = (),
+    *,
+    copied: Callable[[nn.Module, torch.device], nn.Module],
+) -> Generator[RunParts]:
+    """The parts of ``rank``; nothing of ``given`` is changed, and no file is left.
+
+    Args:
+        given: What the run is made of.
+        plan: The plan of the job.
+        rank: The rank that this process is.
+        hidden: The hidden states that stages are known to receive; those that this one passes on are added at the end.
+        modes: Modes of torch that are entered before anything is made, such as a ``FakeTensorMode``.
+        copied: Makes a copy of a model on a device.
+    """
+    resources: list[Any] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="unisono-dry-run-")))
+        world = stack.enter_context(simulated_world(rank, plan.mesh.world_size))
+        device, plan = resolve_plan(plan, world.job)
+        events = stack.enter_context(EventLog(folder / "events.jsonl", rank=rank, run_id="dry-run", attempt=1))
+        inputs = replace(
+            given,
+            run_dir=folder,
+            objective=as_objective(given.given_objective, lambda: None),
+            input=replace(given.input, options=replace(given.input.options, num_workers=0)),
+        )
+        if modes or isinstance(inputs.model, nn.Module):
+            inputs = _with_copied_model(inputs, plan, device, modes, copied)
+        inputs = inputs.with_steps(plan)
+        stack.callback(lambda: [resource.close() for resource in resources])
+        for mode in modes:
+            stack.enter_context(mode)
+        store = agree_on_run(inputs, plan, world)
+        stack.callback(store.close)
+        parts = assemble(
+            inputs,
+            plan,
+            world=world,
+            store=store,
+            device=device,
+            events=events,
+            stop_notice=None,
+            resources=resources,
+        )
+        pipeline = parts.sharded.pipeline
+        if pipeline is not None:
+            pipeline.hidden_states.update(hidden)
+        try:
+            yield parts
+        finally:
+            if pipeline is not None:
+                hidden.update(pipeline.hidden_states)
+
+
+def _with_copied_model(
+    inputs: RunInputs,
+    plan: Plan,
+    device: torch.device,
+    modes: Sequence[AbstractContextManager[Any]],
+    copied: Callable[[nn.Module, torch.device], nn.Module],
+) -> RunInputs:
+    """``inputs`` with a model of its own; one that the plan shards as it is built stays a callable."""
+    if plan.is_model_sharded and not isinstance(inputs.model, nn.Module):
+        return inputs
+    model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        return replace(inputs, model=copied(model, device))

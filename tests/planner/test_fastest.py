@@ -1,0 +1,148 @@
+"""The search for the fastest plan of a run: what it tries, keeps, and chooses, with times that are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.dist import JobSpec
+from unisono.errors import PlanError
+from unisono.measure.calibration import Calibration
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.planner.fastest import FastestPlan, changes_in_words, pinned_options
+from unisono.train.rank_timing import RankTiming
+from unisono.train.setup import resolve_plan
+
+GIB = 2**30
+
+
+@dataclass
+class Trials:
+    """A machine on which the work of a plan is known: it grows with passes and recompute, memory with what is kept."""
+
+    tp_speedup: float = 1.0
+    timed: list[Plan] = field(default_factory=list)
+
+    def trace(self, options: PlanOptions, num_ranks: int, ranks: Any = ()) -> tuple[Plan, list[Any]]:
+        plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]
+        kept = {"none": 1.0, "selective": 0.6, "full": 0.3}[plan.recompute.mode]
+        size = plan.batch.micro_batch * kept + 4 / (plan.mesh.dp_shard * plan.mesh.tp * plan.mesh.pp)
+        return plan, [SimpleNamespace(peak=SimpleNamespace(bytes=size * GIB))]
+
+    def time(self, options: PlanOptions, num_ranks: int) -> tuple[Plan, list[RankTiming]]:
+        plan, _ = self.trace(options, num_ranks)
+        self.timed.append(plan)
+        step_s = 8 / num_ranks + 0.1 * plan.batch.accumulation
+        step_s *= {"none": 1.0, "selective": 1.1, "full": 1.3}[plan.recompute.mode]
+        step_s /= self.tp_speedup if plan.mesh.tp > 1 else 1
+        step_s += 0.2 * (plan.mesh.dp_shard > 1) + 0.4 * (plan.mesh.cp > 1)
+        return plan, [RankTiming(rank=0, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=(), peak_bytes=0)]
+
+
+def search(trials: Trials, memory_gib: float, *, num_ranks: int = 2, budget_s: float = 60.0, **options: Any) -> Any:
+    given = PlanOptions(device="cpu", **{"global_batch": 8, **options})
+    found = FastestPlan(
+        trials=trials,  # type: ignore[arg-type]
+        options=given,
+        pinned=pinned_options(resolve_plan(given, JobSpec(world_size=num_ranks))[1]),
+        num_ranks=num_ranks,
+        memory_bytes=round(memory_gib * GIB),
+        links=Calibration(),
+        budget_s=budget_s,
+        tried=lambda candidate: None,
+    )
+    return found, found.search()
+
+
+def test_the_configured_plan_stays_where_nothing_is_faster() -> None:
+    found, best = search(Trials(), 100)
+    assert best.settings == {}
+    assert found.candidates[0] is best
+
+
+def test_another_axis_is_taken_where_it_is_faster() -> None:
+    assert search(Trials(tp_speedup=2), 100)[1].settings["tp"] == 2
+
+
+def test_a_plan_that_does_not_fit_is_never_run() -> None:
+    trials = Trials()
+    found, best = search(trials, 3.5)
+    assert best.plan.recompute.mode != "none" or best.plan.batch.micro_batch == 1
+    for plan in trials.timed:
+        assert trials.trace(options_of(plan), 2)[1][0].peak.bytes <= 3.5 * GIB
+    refused = [candidate.refused for candidate in found.candidates if candidate.timed is None]
+    assert any("too much" in reason for reason in refused)
+
+
+def options_of(plan: Plan) -> PlanOptions:
+    mesh = plan.mesh
+    return PlanOptions(
+        device="cpu",
+        global_batch=8,
+        micro_batch=plan.batch.micro_batch,
+        recompute=plan.recompute.mode,  # type: ignore[arg-type]
+        dp_shard=mesh.dp_shard,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        schedule=plan.pipeline.schedule,
+    )
+
+
+def test_nothing_fits() -> None:
+    found, best = search(Trials(), 0.1)
+    assert best is None
+    assert all(candidate.refused for candidate in found.candidates)
+
+
+@pytest.mark.parametrize("memory_gib", [2.5, 3.0, 4.0, 5.0, 8.0, 100.0])
+def test_more_memory_is_never_slower(memory_gib: float) -> None:
+    slower = search(Trials(), memory_gib)[1]
+    faster = search(Trials(), memory_gib * 1.5)[1]
+    assert slower is None or faster.timed.step_s <= slower.timed.step_s
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])
+def test_plans_are_legal_and_each_has_a_time_or_a_reason(num_ranks: int) -> None:
+    found, best = search(Trials(), 100, num_ranks=num_ranks, global_batch=24)
+    assert best is not None
+    for candidate in found.candidates:
+        assert (candidate.timed is None) == bool(candidate.refused)
+        if candidate.plan is not None:
+            assert candidate.plan.mesh.world_size == num_ranks
+    plans = [candidate.plan for candidate in found.candidates if candidate.plan is not None]
+    assert all(plan not in plans[:place] for place, plan in enumerate(plans))
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    once, again = (search(Trials(tp_speedup=1.5), 4.0, num_ranks=4) for _ in range(2))
+    assert once[1] == again[1]
+    assert once[0].candidates == again[0].candidates
+
+
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"micro_batch": 2}, {"recompute": "full"}, {"dp_shard": 2, "zero": 1}])
+def test_what_the_user_set_stays(pins: dict[str, Any]) -> None:
+    found, _ = search(Trials(tp_speedup=3), 100, **pins)
+    assert set(pins) <= found.pinned
+    for candidate in found.candidates:
+        assert set(pins).isdisjoint(candidate.settings)
+
+
+def test_no_plan_is_tried_after_its_time() -> None:
+    found, best = search(Trials(), 100, budget_s=0.0)
+    assert best.settings == {}
+    assert {candidate.refused for candidate in found.candidates[1:]} == {"not tried: the time for the search was over"}
+
+
+def test_a_configured_plan_that_is_not_legal_is_an_error() -> None:
+    with pytest.raises(PlanError, match="tp"):
+        search(Trials(), 100, tp=4)
+
+
+def test_changes_are_named_as_they_are_set() -> None:
+    assert changes_in_words({"tp": 2, "sequence_parallel": True}) == "tp=2 sequence_parallel=true"
+    assert changes_in_words({}) == "as configured"

@@ -1,0 +1,147 @@
+"""Step times from ranks that were timed alone: what they exchange is what real ranks exchange, and the sum of the parts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from pool import Pool
+
+from unisono.dist import JobSpec, World
+from unisono.errors import ConfigError
+from unisono.measure.calibration import Calibration, LinkRate
+from unisono.parallel.traffic import GroupTraffic
+from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
+from unisono.planner.timed_plan import predict_step
+from unisono.train.rank_timing import RankTiming
+
+STEPS = 4
+SIZES = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tied": False}
+AXES: dict[str, dict[str, Any]] = {
+    "dp_replicate": {},
+    "dp_shard": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "tp_sequence": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "1f1b": {"pp": 2, "micro_batch": 2},
+    "zbv": {"pp": 2, "micro_batch": 2, "schedule": "zbv"},
+}
+
+
+def trainer(folder: Path | str, world: World, axes: dict[str, Any]) -> Any:
+    return tiny.trainer(folder, world=world, steps=STEPS, sizes=SIZES, **axes)
+
+
+def exchanged(world: World, folder: str, axes: dict[str, Any]) -> list[tuple[str, str, int, int]]:
+    """What this rank of a real job says that it exchanged, for each step."""
+    with trainer(folder, world, axes) as run:
+        for _ in run:
+            pass
+    (event,) = [event for event in tiny.events(folder, world.rank) if event["kind"] == "links"]
+    rows = [
+        (row["axis"], row["group"], row["collectives"] / STEPS, row["payload_bytes"] / STEPS) for row in event["axes"]
+    ]
+    return sorted(rows)
+
+
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+def test_a_rank_alone_exchanges_what_it_does_in_a_job(pool: Pool, tmp_path: Path, axes: dict[str, Any]) -> None:
+    real = pool.run(exchanged, str(tmp_path / "real"), axes, ranks=2)
+    timings = trainer(tmp_path / "alone", World(JobSpec(world_size=2)), axes).time_ranks(2, [0, 1])
+    for rank, timing in enumerate(timings):
+        assert (timing.rank, timing.peak_bytes) == (rank, 0)
+        assert timing.steps >= 3
+        assert timing.step_s > 0
+        rows = [
+            (
+                group.axis,
+                group.group,
+                sum(each.count for each in group.messages.values()),
+                sum(each.payload_bytes for each in group.messages.values()),
+            )
+            for group in timing.traffic
+        ]
+        for (axis, name, count, size), (real_axis, real_name, real_count, real_size) in zip(
+            sorted(rows), real[rank], strict=True
+        ):
+            assert (axis, name) == (real_axis, real_name)
+            # in the first step of a job a stage tells the next one the shape of what it passes on: one message of ten integers
+            headers = 1 if name == "stages" else 0
+            assert 0 <= real_count - count <= headers / STEPS
+            assert 0 <= real_size - size <= headers * 80 / STEPS
+
+
+def test_nothing_is_trained_and_nothing_is_left(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", World(JobSpec(world_size=2)), {"dp_shard": 2})
+    before = {name: value.clone() for name, value in run._inputs.model.state_dict().items()}
+    run.time_ranks(2)
+    after = run._inputs.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not (tmp_path / "run").exists()
+    assert not torch.distributed.is_initialized()
+
+
+def link(operation: Any, transport: str, ranks: int, nbytes: int, seconds: float) -> LinkRate:
+    return LinkRate(
+        operation=operation,
+        transport=transport,
+        ranks=ranks,
+        hosts=(socket.gethostname(),),
+        nbytes=nbytes,
+        seconds=seconds,
+        spread_frac=0.0,
+    )
+
+
+def timing(step_s: float, *groups: GroupTraffic, rank: int = 0) -> RankTiming:
+    return RankTiming(rank=rank, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=groups, peak_bytes=7)
+
+
+def group(axis: str, operation: Any = "all_reduce", transport: str = "gloo", nbytes: int = 1000) -> GroupTraffic:
+    made = GroupTraffic(axis=axis, group=axis, transport=transport, ranks=2, hosts=1, operation=operation)
+    made.add(nbytes, nbytes, nbytes, count=3)
+    return made
+
+
+LINKS = Calibration(
+    links=[
+        link("all_reduce", "gloo", 2, 4, 0.001),
+        link("all_reduce", "gloo", 2, 1004, 0.003),
+        link("send", "gloo", 2, 1000, 0.002),
+    ]
+)
+
+
+def plan(**options: Any) -> Any:
+    return derive_plan(PlanOptions(device="cpu", **options), world_size=2, device="cpu", native_bf16=False)
+
+
+def test_the_slowest_rank_and_its_messages_count() -> None:
+    predicted = predict_step(plan(tp=2), [timing(0.5), timing(0.6, group("tp"), group("dp"), rank=1)], LINKS)
+    # 996 of 1,000 bytes between both measured sizes
+    each = 0.001 + 0.002 * 996 / 1000
+    assert predicted.communication_s == pytest.approx({"tp": 3 * each, "dp": 3 * each})
+    assert predicted.work_s == 0.6
+    assert predicted.bubble_s == 0
+    assert predicted.step_s == pytest.approx(0.6 + 6 * each)
+    assert predicted.peak_bytes == 7
+
+
+@pytest.mark.parametrize(("schedule", "part"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1 / 2), ("zbv", 1 / 6)])
+def test_stages_wait_for_each_other(schedule: Any, part: float) -> None:
+    given = plan(pp=2, schedule=schedule, global_batch=8, micro_batch=2)
+    predicted = predict_step(given, [timing(0.8, group("pp", "send"))], LINKS)
+    assert given.batch.accumulation == 4
+    assert predicted.bubble_s == pytest.approx(part * 0.8 / 4)
+    assert predicted.communication_s == pytest.approx({"pp": 3 * 0.002})
+
+
+def test_a_link_that_was_not_measured_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="2 ranks exchange bytes over nccl") as caught:
+        predict_step(plan(), [timing(1.0, group("dp", transport="nccl"))], LINKS)
+    assert "unisono plan calibrate --processes 2" in str(caught.value)
