@@ -60,21 +60,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 class Strided(nn.Module):
     """Holds a parameter with gaps in memory, which torch's fused kernels would misread: the way without them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gaps = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        self.gaps = nn.Parameter(torch.randn(6, 8).to(device, dtype)[:, ::2])
 
 
 def small(seed: int, device: torch.device, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> nn.Module:
     """A model with every role of parameter, among them zeros of both signs and a parameter that gets no gradient."""
     torch.manual_seed(seed)
     layers = [nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv2d(2, 3, 3)]
-    model = nn.Sequential(*layers, *([] if fused else [Strided()]))
+    model = nn.Sequential(*layers)
     model.register_parameter("unused", nn.Parameter(torch.ones(2, 2)))
     with torch.no_grad():
         layers[1].weight[0] = -0.0  # type: ignore[index]
         layers[1].bias.fill_(-0.0)  # type: ignore[union-attr]
-    return model.to(device, dtype)
+    model.to(device, dtype)
+    if not fused:
+        model.append(Strided(device, dtype))  # where it stays: a copy to another device or dtype has no gaps
+    return model
 
 
 def give_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
