@@ -139,11 +139,14 @@ def test_grad_scale_is_dividing(options: OptimOptions, device: torch.device, fus
         optimizer.grad_scale = torch.tensor([1024.0], device=device)  # type: ignore[attr-defined]
         optimizer.step()
         reference.step()
-    # a power of two is exact; LARS meets it in the ratio of norms, where two roundings may fall differently
+    # A power of two is exact; LARS meets it in the ratio of norms, where two roundings may fall differently. So they may in SGD's
+    # fused kernel of an accelerator: whether a product and a sum are rounded once or twice there may depend on the division
+    # beside them. Then parameters near 0 differ by a rounding of the update.
+    rounded = fused and options.kind == "sgd" and device.type != "cpu" and dtype == torch.float32
     assert all(
         torch.equal(a, b)
-        if options.kind != "lars"
-        else torch.allclose(a, b, rtol=2e-6 if a.dtype == torch.float32 else 1e-2)
+        if options.kind != "lars" and not rounded
+        else torch.allclose(a, b, rtol=2e-6 if a.dtype == torch.float32 else 1e-2, atol=1e-7 if rounded else 1e-8)
         for a, b in zip(model.parameters(), other.parameters(), strict=True)
     )
 
