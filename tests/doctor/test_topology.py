@@ -27,7 +27,8 @@ def test_what_the_kernel_says_of_devices(tmp_path: Path) -> None:
     assert (silent.node, silent.width, silent.max_width) == (-1, 0, 0)
     check = lanes([full, narrow, silent])
     assert (check.status, check.evidence) == ("warning", "device 1 uses 8 of 16 lanes")
-    assert (lanes([full]).status, lanes([full]).evidence) == ("ok", "1 devices with 16 lanes")
+    assert (lanes([full]).status, lanes([full]).evidence) == ("ok", "1 device with 16 lanes")
+    assert lanes([full, full]).evidence == "2 devices with 16 lanes"
     assert lanes([silent]).evidence == "not known"
     check = numa(Counter({0: 4}), [full, narrow])
     assert (check.status, "cores of the nodes of device 0" in check.cure) == ("warning", True)
