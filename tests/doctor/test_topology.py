@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from unisono.doctor import versions
 from unisono.doctor.topology import PciLink, _peers, check_topology, lanes, numa, pci_link
@@ -64,6 +65,7 @@ def test_the_driver_and_the_torch_for_it(
         text = text.replace("Kernel Module  ", "Kernel Module for x86_64  ")
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(versions, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert driver_version() == version
     found = {check.code: check for check in versions.check_versions()}
     wheel = "cu130" if version.startswith("58") else "cu126"
