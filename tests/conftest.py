@@ -45,6 +45,7 @@ TORCHS_OWN = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
 }
 
 
@@ -61,6 +62,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.accelerator.is_available():
             pytest.skip("no accelerator here")
+        # a run on the CPU asks for it and leaves it on in this process; attention kernels of an accelerator then warn
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -71,6 +71,11 @@ def test_the_buffer_is_page_aligned_grows_and_is_kept():
     assert buffer.reserve(2_000_000, pinned=False).numel() == 2_000_000
 
 
+def test_the_buffer_is_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert HostBuffer().reserve(100, pinned=False).device.type == "cpu"
+
+
 @pytest.mark.gpu
 def test_tensors_of_an_accelerator_may_change_as_soon_as_they_are_staged():
     device = torch.accelerator.current_accelerator()

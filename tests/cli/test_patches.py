@@ -263,10 +263,22 @@ def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
     assert "RECOMP01" not in after
 
 
+# so much work in the product with the vocabulary that no device is bound by the calls of its other operators
+WIDE = {
+    "model.dim": 1024,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
+    "data.seq_len": 256,
+    "plan.global_batch": 32,
+}
+
+
 @pytest.mark.gpu
 def test_a_padded_vocabulary(desk: Desk, tmp_path: Path) -> None:
-    settings = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
-    settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.dim": 64, "model.vocab_size": 50_257}
+    for number in range(60):  # samples for a batch, and some to hold out
+        (desk.folder / f"corpus/more{number}.py").write_text(f"x = {number}\n" * 100)
+    settings: dict[str, Any] = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
+    settings |= WIDE | {"train.steps": 10, "train.eval_every_steps": 0, "model.vocab_size": 50_257}
     settings |= {"plan.device": "auto", "observe.profile_steps": "5:8", "loader.num_workers": 0}
     before, _, after = before_and_after(desk.process, desk, tmp_path, "UTIL02", **settings)
     assert before["patch"] == {"model.vocab_size": 50_304}

@@ -97,6 +97,16 @@ def too_big(world: World) -> str:
     return "no error"
 
 
+def told_where_tensors_are_made_elsewhere(world: World) -> list[Any]:
+    with torch.device("meta"):
+        world.barrier()
+        return [world.broadcast_json(world.rank, src=1), *world.all_gather_json(world.rank)]
+
+
+def test_json_is_of_the_host_whatever_the_default_device(pool: Any) -> None:
+    assert pool.run(told_where_tensors_are_made_elsewhere, ranks=2) == [[1, 0, 1]] * 2
+
+
 def test_json_is_bounded(pool: Any) -> None:
     assert pool.run(too_big, ranks=2) == ["68157442 bytes of JSON; at most 67108864 are exchanged between ranks"] * 2
 

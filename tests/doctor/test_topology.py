@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from unisono.doctor import versions
 from unisono.doctor.topology import PciLink, _peers, check_topology, lanes, numa, pci_link
@@ -27,7 +28,8 @@ def test_what_the_kernel_says_of_devices(tmp_path: Path) -> None:
     assert (silent.node, silent.width, silent.max_width) == (-1, 0, 0)
     check = lanes([full, narrow, silent])
     assert (check.status, check.evidence) == ("warning", "device 1 uses 8 of 16 lanes")
-    assert (lanes([full]).status, lanes([full]).evidence) == ("ok", "1 devices with 16 lanes")
+    assert (lanes([full]).status, lanes([full]).evidence) == ("ok", "1 device with 16 lanes")
+    assert lanes([full, full]).evidence == "2 devices with 16 lanes"
     assert lanes([silent]).evidence == "not known"
     check = numa(Counter({0: 4}), [full, narrow])
     assert (check.status, "cores of the nodes of device 0" in check.cure) == ("warning", True)
@@ -63,6 +65,7 @@ def test_the_driver_and_the_torch_for_it(
         text = text.replace("Kernel Module  ", "Kernel Module for x86_64  ")
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(versions, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert driver_version() == version
     found = {check.code: check for check in versions.check_versions()}
     wheel = "cu130" if version.startswith("58") else "cu126"

@@ -60,21 +60,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 class Strided(nn.Module):
     """Holds a parameter with gaps in memory, which torch's fused kernels would misread: the way without them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gaps = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        self.gaps = nn.Parameter(torch.randn(6, 8).to(device, dtype)[:, ::2])
 
 
 def small(seed: int, device: torch.device, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> nn.Module:
     """A model with every role of parameter, among them zeros of both signs and a parameter that gets no gradient."""
     torch.manual_seed(seed)
     layers = [nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv2d(2, 3, 3)]
-    model = nn.Sequential(*layers, *([] if fused else [Strided()]))
+    model = nn.Sequential(*layers)
     model.register_parameter("unused", nn.Parameter(torch.ones(2, 2)))
     with torch.no_grad():
         layers[1].weight[0] = -0.0  # type: ignore[index]
         layers[1].bias.fill_(-0.0)  # type: ignore[union-attr]
-    return model.to(device, dtype)
+    model.to(device, dtype)
+    if not fused:
+        model.append(Strided(device, dtype))  # where it stays: a copy to another device or dtype has no gaps
+    return model
 
 
 def give_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
@@ -136,11 +139,14 @@ def test_grad_scale_is_dividing(options: OptimOptions, device: torch.device, fus
         optimizer.grad_scale = torch.tensor([1024.0], device=device)  # type: ignore[attr-defined]
         optimizer.step()
         reference.step()
-    # a power of two is exact; LARS meets it in the ratio of norms, where two roundings may fall differently
+    # A power of two is exact; LARS meets it in the ratio of norms, where two roundings may fall differently. So they may in SGD's
+    # fused kernel of an accelerator: whether a product and a sum are rounded once or twice there may depend on the division
+    # beside them. Then parameters near 0 differ by a rounding of the update.
+    rounded = fused and options.kind == "sgd" and device.type != "cpu" and dtype == torch.float32
     assert all(
         torch.equal(a, b)
-        if options.kind != "lars"
-        else torch.allclose(a, b, rtol=2e-6 if a.dtype == torch.float32 else 1e-2)
+        if options.kind != "lars" and not rounded
+        else torch.allclose(a, b, rtol=2e-6 if a.dtype == torch.float32 else 1e-2, atol=1e-7 if rounded else 1e-8)
         for a, b in zip(model.parameters(), other.parameters(), strict=True)
     )
 

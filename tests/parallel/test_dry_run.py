@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from matrix import CASES, Case
 from pool import Pool
 from torch import nn
 
+from unisono.data.loading.loader import to_device
 from unisono.dist import JobSpec, World
 from unisono.dist.simulated_world import simulated_world
 from unisono.errors import ConfigError
@@ -51,14 +54,16 @@ def executed(world: World, model: str, settings: dict[str, Any]) -> dict[str, in
     live.kind = "buffers"
     with tempfile.TemporaryDirectory() as folder:
         run = trainer_of(str(world.broadcast_json(folder)), world, model, settings)
-        with live, run:
+        with ThreadPoolExecutor(1) as other_thread, live, run:
             route_equally(run.model)
             runner = run._loop.runner
             with phases_as_kinds(live, runner.timers):
                 batches, peaks = run._loop.loader.iterate(0, EXECUTED_STEPS), list[Peak]()
                 for _ in range(EXECUTED_STEPS):
                     live.kind = "between phases"
-                    batch = next(batches)
+                    # nothing is counted in another thread: what the host of an accelerator has is no memory of the step
+                    batch = other_thread.submit(next, batches).result()
+                    batch = replace(batch, micro_batches=[to_device(part, run.device) for part in batch.micro_batches])
                     begin_step(live, run.model, run.state, batch.micro_batches)
                     runner.train_step.run(batch)
                     del batch

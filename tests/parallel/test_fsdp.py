@@ -10,6 +10,7 @@ import tiny
 import torch
 from plans import like_one_process, on_ranks, save_at
 from pool import Pool, WorkersFailed
+from torch.distributed.fsdp import FSDPModule
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError, DataError, PlanError
@@ -285,6 +286,16 @@ def test_plans_that_cannot_be() -> None:
         PlanOptions(device="cpu", dp_shard=0, global_batch=6), world_size=6, device="cpu", native_bf16=False
     )
     assert (whole.mesh.dp_replicate, whole.mesh.dp_shard, whole.mesh.world_size) == (1, 6, 6)
+
+
+def test_a_torch_that_leaves_unused_parameters_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    with pytest.raises(PlanError) as caught:
+        tiny.trainer(tmp_path, world=World(JobSpec(world_size=2)), dp_shard=2).dry_run(2)
+    text = str(caught.value)
+    assert f"parameters sharded over 2 ranks, with torch {torch.__version__}" in text
+    assert "ranks would reduce buffers of different lengths" in text
+    assert "torch 2.13 or later, or a plan with dp_shard=1, cp=1 and ep=1" in text
 
 
 def keeps(world: World, run_dir: str) -> str:

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 _CLONE_NEWNET = 0x40000000
 _WARM = (
@@ -75,7 +76,8 @@ class Nursery:
     def __init__(self) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
-        environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy starts as many when it is imported
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
             env=environ,
@@ -133,7 +135,8 @@ def _die_with(parent: int) -> None:
 
 def _nurse(end: socket.socket) -> None:
     _warm()
-    assert len(os.listdir("/proc/self/task")) == 1
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    assert len(names) == 1, f"threads that a child would not have: {names}"
     # what is here by now is no garbage, and children look at it no more
     gc.collect()
     gc.freeze()
@@ -192,7 +195,13 @@ def _warm() -> None:
     value = torch.nn.Parameter(torch.zeros(1))
     ChunkOptimizer(recipe({"a": value}), "a", value).step(torch.zeros(1), 1.0, None)
     value.grad = torch.zeros(1)
-    torch.optim.AdamW([value]).step()
+    # Adam asks whether an accelerator is recording a graph, which would start its driver: that has threads, and fails in a child
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=None),
+    ):
+        torch.optim.AdamW([value]).step()
+    assert not torch.cuda.is_initialized()
 
 
 def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:

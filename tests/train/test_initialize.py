@@ -88,6 +88,13 @@ RULES: list[InitRule] = [
 ]
 
 
+def test_values_are_drawn_on_the_host_whatever_the_default_device() -> None:
+    module, expected = nn.Linear(4, 3), initialize(nn.Linear(4, 3), [{"match": "*", "kind": "xavier"}], seed=1)
+    with torch.device("meta"):
+        initialize(module, [{"match": "*", "kind": "xavier"}], seed=1)
+    assert torch.equal(module.weight, expected.weight)
+
+
 def test_the_first_match_wins_and_the_rest_keeps_its_values() -> None:
     before, after = net().state_dict(), initialize(net(), RULES, seed=1).state_dict()
     assert after["0.head.bias"].abs().max() > 0.1  # a kind without fans draws vectors too

@@ -113,7 +113,9 @@ def _blocks(snapshot: CheckpointReader, name: str, piece: TensorPiece) -> Iterat
     rows, row_shape = (piece.extent[0], piece.extent[1:]) if piece.extent else (1, ())
     step = max(1, BLOCK_BYTES // num_bytes(piece.dtype, row_shape))
     for begin in range(0, rows, step):
-        out = torch.empty((min(step, rows - begin), *row_shape) if piece.extent else (), dtype=piece.dtype)
+        out = torch.empty(
+            (min(step, rows - begin), *row_shape) if piece.extent else (), dtype=piece.dtype, device="cpu"
+        )
         offset = (piece.offset[0] + begin, *piece.offset[1:]) if piece.extent else ()
         snapshot.read_part(name, out, offset)
         yield cast(Any, out.reshape(-1).view(torch.uint8).numpy()).data

@@ -38,17 +38,17 @@ class HostBuffer:
     """Page-aligned host memory, reused, that grows to the largest snapshot."""
 
     def __init__(self) -> None:
-        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size: int, *, pinned: bool) -> Tensor:
         """A uint8 tensor [size] with undefined contents, valid until the next call."""
         if self._tensor.numel() < size or self._tensor.is_pinned() != pinned:
-            self._tensor = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating
+            self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old buffer before allocating
             if pinned:
-                raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+                raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
             else:
                 # numpy requests huge pages, torch does not: first touch is several times faster
-                raw = torch.as_tensor(np.empty(size + PAGE_BYTES, dtype=np.uint8))
+                raw = torch.as_tensor(np.empty(size + PAGE_BYTES, dtype=np.uint8), device="cpu")
             skip = -raw.data_ptr() % PAGE_BYTES
             self._tensor = raw[skip : skip + size]
         return self._tensor[:size]

@@ -83,7 +83,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Read a whole tensor into host memory. Raises CheckpointError: unknown name, file damaged or missing."""
         spec = self.spec(name)
-        out = torch.empty(spec.shape, dtype=spec.dtype)
+        out = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.read_into(name, out)
         return out
 
@@ -175,7 +175,7 @@ class CheckpointReader:
             return
         inside = [slice(begin - zero, end - zero) for begin, end, zero in zip(begins, ends, origin, strict=True)]
         rows = max(1, BLOCK_BYTES // row_bytes)
-        buffer = torch.empty((min(rows, len(window)), *shape[1:]), dtype=out.dtype)
+        buffer = torch.empty((min(rows, len(window)), *shape[1:]), dtype=out.dtype, device="cpu")
         for target in window.split(rows):
             block = buffer[: len(target)]
             _read_exactly(path, position, block)

@@ -137,7 +137,7 @@ class World:
         if self.group is not None:
             # one element on the host: torch's own barrier would use the accelerator and wait for its whole stream
             with self.explain_errors("barrier"):
-                dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self.group)
+                dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=self.group)
 
     def meet(self, limit_s: float) -> None:
         """A barrier after work that takes the ranks unequally long, maybe longer than a collective may wait.
@@ -170,13 +170,13 @@ class World:
         """Rank ``src``'s value on every rank; ignored on the others. JSON types only; tuples become lists."""
         if self.group is None or self.is_simulated:
             return json.loads(json.dumps(value))
-        payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([payload.numel()])
+        payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
+        size = torch.tensor([payload.numel()], device="cpu")
         with self.explain_errors(f"broadcast_json from rank {src}"):
             dist.broadcast(size, src=src, group=self.group)
             _check_announced(size)
             if self.rank != src:
-                payload = torch.empty(int(size.item()), dtype=torch.uint8)
+                payload = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
             dist.broadcast(payload, src=src, group=self.group)
         return json.loads(payload.numpy().tobytes())
 
@@ -186,13 +186,13 @@ class World:
             return json.loads(json.dumps([value] * self.world_size))
         payload = self._encode(value)
         with self.explain_errors("all_gather_json", payload.numel()):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([payload.numel()], device="cpu"), group=self.group)
             _check_announced(*sizes)
             longest = max(int(size.item()) for size in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: payload.numel()] = payload
-            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            parts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
             dist.all_gather(parts, padded, group=self.group)
         return [json.loads(part[: int(size.item())].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 

@@ -64,7 +64,8 @@ def lanes(links: Sequence[PciLink]) -> Check:
     narrow = [(index, link) for index, link in enumerate(links) if 0 < link.width < link.max_width]
     evidence = ", ".join(f"device {index} uses {link.width} of {link.max_width} lanes" for index, link in narrow)
     known = sorted({link.width for link in links if link.width})
-    all_well = f"{len(links)} devices with {', '.join(map(str, known))} lanes" if known else "not known"
+    devices = "1 device" if len(links) == 1 else f"{len(links)} devices"
+    all_well = f"{devices} with {', '.join(map(str, known))} lanes" if known else "not known"
     cure = "reseat these cards, or look at the slots in the manual of the mainboard: copies to the device are slower"
     return judged("TOPO02", "PCI lanes", evidence or all_well, warning=cure if narrow else "")
 

@@ -175,7 +175,7 @@ def write_weights(
 def _values(name: str, tensor: Tensor, read: Callable[[str, Tensor], None] | None) -> Tensor:
     if read is None:
         return tensor.detach().cpu()
-    values = torch.empty(tensor.shape, dtype=tensor.dtype)
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     read(name, values)
     return values
 

@@ -200,7 +200,9 @@ def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1
     generator = torch.Generator().manual_seed(0)
     size, once_s = 256, 0.0
     while True:
-        a, b = (torch.randn(size, size, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
+        a, b = (
+            torch.randn(size, size, generator=generator, device="cpu").to(device=device, dtype=dtype) for _ in range(2)
+        )
         seconds(a, b)  # first call: packing, kernel selection
         once_s = seconds(a, b)
         if once_s >= 0.02 or size >= 16384:

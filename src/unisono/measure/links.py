@@ -127,7 +127,7 @@ def probe_pairs(
 
 def _slowest(world: World, seconds: Sequence[float]) -> list[float]:
     """Of each of these times the longest of any rank, on which all agree."""
-    return world.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist()
+    return world.all_reduce(torch.tensor(seconds, dtype=torch.float64, device="cpu"), "max").tolist()
 
 
 def _pair_rates(
@@ -184,18 +184,18 @@ def clock_offsets(world: World) -> list[float]:
 
 
 def _ping(world: World, rank: int, value: float) -> float:
-    answer = torch.zeros(1, dtype=torch.float64)
+    answer = torch.zeros(1, dtype=torch.float64, device="cpu")
     with world.explain_errors(f"clock of rank {rank}"):
-        dist.send(torch.tensor([value], dtype=torch.float64), rank, group=world.group)
+        dist.send(torch.tensor([value], dtype=torch.float64, device="cpu"), rank, group=world.group)
         dist.recv(answer, rank, group=world.group)
     return float(answer.item())
 
 
 def _pong(world: World) -> None:
-    question = torch.zeros(1, dtype=torch.float64)
+    question = torch.zeros(1, dtype=torch.float64, device="cpu")
     with world.explain_errors("clock of rank 0"):
         dist.recv(question, 0, group=world.group)
-        dist.send(torch.tensor([time.time()], dtype=torch.float64), 0, group=world.group)
+        dist.send(torch.tensor([time.time()], dtype=torch.float64, device="cpu"), 0, group=world.group)
 
 
 def _there_and_back(world: World, tensor: torch.Tensor, pair: tuple[int, int], device: torch.device) -> float:

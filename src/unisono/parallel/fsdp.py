@@ -110,7 +110,15 @@ def _record(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
 
 
 def check_unsharded(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError if ``plan.fsdp.ignored_modules`` matches no module, or experts that ``ep`` distributes."""
+    """Raises PlanError if ``plan.fsdp.ignored_modules`` matches no module, or experts that ``ep`` distributes, or if this torch
+    cannot reduce the gradients."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise PlanError(
+            given=f"parameters sharded over {plan.mesh.shard_degree} ranks, with torch {torch.__version__}",
+            rule="where a rank's samples did not use a parameter it sends zeros, which torch's FSDP2 does from 2.13 on",
+            consequence="ranks would reduce buffers of different lengths",
+            nearest="torch 2.13 or later, or a plan with dp_shard=1, cp=1 and ep=1",
+        )
     paths = [path for path, _ in model.named_modules() if path]
     layers = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
     for pattern in plan.fsdp.ignored_modules:

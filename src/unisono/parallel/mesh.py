@@ -93,10 +93,10 @@ class ParallelDims:
 
     def _mesh(self, name: str) -> DeviceMesh:
         with unset_fake_temporarily():  # numbers of ranks are values, also where a step is traced
-            line = torch.tensor(self.ranks_along(name))
+            line = torch.tensor(self.ranks_along(name), device="cpu")
             if self.plan.mesh.dp_replicate == 1:
                 return DeviceMesh.from_group(self.group(name), self.plan.mesh.device, mesh=line, mesh_dim_names=(name,))
-            copies = torch.tensor(self.ranks_along("dp_replicate"))
+            copies = torch.tensor(self.ranks_along("dp_replicate"), device="cpu")
             return DeviceMesh.from_group(
                 [self.group("dp_replicate"), self.group(name)],
                 self.plan.mesh.device,

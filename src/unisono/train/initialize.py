@@ -79,7 +79,11 @@ def _values(name: str, parameter: Tensor, rule: InitRule, generator: torch.Gener
     shape = parameter.shape
     if kind in _OF_MATRICES and len(shape) < 2:
         leaf = name.rpartition(".")[2]
-        return torch.zeros(shape) if leaf == "bias" or leaf.endswith("_bias") or leaf.startswith("bias_") else None
+        return (
+            torch.zeros(shape, device="cpu")
+            if leaf == "bias" or leaf.endswith("_bias") or leaf.startswith("bias_")
+            else None
+        )
 
     def number(key: str) -> float:
         value = constants[key]
@@ -87,9 +91,9 @@ def _values(name: str, parameter: Tensor, rule: InitRule, generator: torch.Gener
         return float(value)
 
     if kind in ("constant", "zeros", "ones"):
-        return torch.full(shape, number("value") if kind == "constant" else float(kind == "ones"))
+        return torch.full(shape, number("value") if kind == "constant" else float(kind == "ones"), device="cpu")
     generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed % 2**64) >> 1)
-    values = torch.empty(shape)
+    values = torch.empty(shape, device="cpu")
     if kind == "normal":
         return values.normal_(0.0, number("std"), generator=generator)
     if kind == "uniform":

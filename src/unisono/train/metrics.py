@@ -222,7 +222,7 @@ def spearman(low: float, high: float) -> Metric:
         return table.index_add_(0, bins(targets) * SPEARMAN_BINS + bins(predictions), weights)
 
     def value(total: list[float]) -> float:
-        table = torch.tensor(total, dtype=torch.float64).view(SPEARMAN_BINS, SPEARMAN_BINS)
+        table = torch.tensor(total, dtype=torch.float64, device="cpu").view(SPEARMAN_BINS, SPEARMAN_BINS)
         count = table.sum()
 
         def ranks(margin: Tensor) -> Tensor:  # the mean rank of each bin, around 0

@@ -233,7 +233,7 @@ class StageTensors:
     def of_other_stages(self) -> dict[str, Tensor]:
         """An empty tensor for each that only other stages have, by path."""
         return {
-            path: torch.zeros([0] * len(shape), dtype=getattr(torch, dtype))
+            path: torch.zeros([0] * len(shape), dtype=getattr(torch, dtype), device="cpu")
             for path, (shape, dtype) in sorted(self._table.items())
             if path not in self._here
         }

@@ -306,7 +306,9 @@ class TapReading:
         sums = torch.stack([part.sums for part in places])  # [n, 4]
         extremes = torch.stack([part.extremes for part in places])  # [n, 2]
         alive = self._alive_channels(places) if with_dead else [part.alive for part in places]
-        channels = torch.tensor([[float(len(row)), float((row == 0).sum())] for row in alive], dtype=sums.dtype)
+        channels = torch.tensor(
+            [[float(len(row)), float((row == 0).sum())] for row in alive], dtype=sums.dtype, device="cpu"
+        )
         counts_here = self._is_first_copy(places)
         parts_here = counts_here[:, None].to(sums.dtype)
         channels = channels.to(sums.device) * ~self._is_sequence_part(places, first_rank_counts=True)[:, None]

@@ -21,6 +21,7 @@ from unisono.dist import JobSpec, World
 from unisono.errors import CheckpointError, CommError, ConfigError
 from unisono.kvstore import KVStore, ServerConfig, create_kvstore
 from unisono.kvstore.backends import parameter_server
+from unisono.kvstore.backends.server_client import host_copy
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import FrameServer, listen
@@ -135,6 +136,18 @@ def test_rows_of_a_table_in_several_chunks() -> None:
         assert torch.equal(store.pull("table").wait()[1:2047], start[1:2047])
         with pytest.raises(ConfigError, match="rows of 'odd', whose chunks are no whole rows"):
             store.row_sparse_pull("odd", torch.tensor([1]))
+
+
+def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device() -> None:
+    start, ids = torch.zeros(64, 3), torch.tensor([1, 5])
+    out, some = torch.full_like(start, 7.0), torch.full_like(start, 7.0)
+    with serving() as servers, closing(store_of(servers)) as store, torch.device("meta"):
+        plain_sgd(store)
+        store.init("table", start)
+        store.push("table", start + 2).wait()
+        assert store.pull("table", out).wait().unique().tolist() == [-2.0]
+        assert store.row_sparse_pull("table", ids, some).wait().values.unique().tolist() == [-2.0]
+        assert host_copy(out.T).device.type == "cpu"
 
 
 @pytest.mark.gpu

@@ -112,7 +112,7 @@ def _jittered(x: torch.Tensor, drawn: _BatchParams, jitter: Jitter) -> torch.Ten
             if len(rows) == len(orders):
                 x = operation(x, factors[number])
             elif rows:
-                index = torch.tensor(rows).to(x.device, non_blocking=True)
+                index = torch.tensor(rows, device="cpu").to(x.device, non_blocking=True)
                 x.index_copy_(0, index, operation(x.index_select(0, index), factors[number].index_select(0, index)))
     return x
 

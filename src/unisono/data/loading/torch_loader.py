@@ -101,7 +101,7 @@ def order_by_sampler(data: MapStyle, sampler: Any) -> tuple[Dataset, bool, str]:
         indices = np.asarray(list(sampler.indices), np.int64)
         return subset(dataset, indices), True, f"{len(indices)} of {len(dataset)} samples once per epoch, shuffled"
     if kind is WeightedRandomSampler and sampler.replacement:
-        weights = torch.as_tensor(sampler.weights).double().numpy()
+        weights = torch.as_tensor(sampler.weights, device="cpu").double().numpy()
         words = f"{sampler.num_samples} independent draws per epoch in proportion to the weights"
         return independent_draws(dataset, weights, num_samples=sampler.num_samples), True, words
     reasons = {

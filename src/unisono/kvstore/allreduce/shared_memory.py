@@ -282,7 +282,7 @@ class PushStaging:
                 continue
             buffer = self._wholes.get(part.key)
             if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
-                buffer = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype)
+                buffer = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype, device="cpu")
             rest = buffer.view(-1)[part.first :]
             rest[: len(total)].copy_(total)
             if len(rest) == len(total):

@@ -277,7 +277,7 @@ class AllReduceBackend:
         if self._staging is not None:
             alike = self._staging.all_equal(call_hash)
         else:
-            ends = self._world.all_reduce(torch.tensor([call_hash, -call_hash]), "max")
+            ends = self._world.all_reduce(torch.tensor([call_hash, -call_hash], device="cpu"), "max")
             alike = int(ends[0]) == -int(ends[1])
         if not alike:
             agree(self._world, "the order of store calls", self._calls)

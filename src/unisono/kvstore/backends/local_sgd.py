@@ -412,7 +412,7 @@ class LocalSGDBackend:
             if self._local is None
             else {f"rounds/{name}": tensor for name, tensor in self._local.state_dict().items()}
         )
-        return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps)}
+        return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a

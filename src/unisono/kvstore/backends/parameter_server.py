@@ -307,7 +307,9 @@ class ParameterServerBackend:
     def _template(self) -> ValueStore:
         """Values and optimizer state of one process, all zeros."""
         template = ValueStore()
-        template.init({key: torch.zeros(spec.shape, dtype=spec.dtype) for key, spec in self._specs.items()})
+        template.init(
+            {key: torch.zeros(spec.shape, dtype=spec.dtype, device="cpu") for key, spec in self._specs.items()}
+        )
         if self._options is not None:
             template.set_optimizer(self._options)
         return template

@@ -262,7 +262,7 @@ class ServerClient:
         """The current rows ``ids`` [n] int64, ascending: [n, ...]. Raises ConfigError as ``push_rows``."""
         parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
         dtype = chunks[0].dtype if chunks else torch.float32
-        rows = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
+        rows = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype, device="cpu")
         answers: list[concurrent.futures.Future[Frame]] = []
         for chunk, local, place in parts:
             frame = write_chunks(Op.ROWS, [(chunk.number, raw_bytes(local))], dtype=_dtype(chunk))
@@ -452,7 +452,7 @@ class ServerClient:
 
     def _residuals(self) -> ErrorFeedback:
         chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
-        templates = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype) for chunk in chunks}
+        templates = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype, device="cpu") for chunk in chunks}
         return ErrorFeedback(templates, worker=self.worker)
 
     def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
@@ -466,7 +466,7 @@ class ServerClient:
                     "push and pull all of it, or choose a row length with more factors of 2",
                 )
             first, count = chunk.start // chunk.row_elements, chunk.num_elements // chunk.row_elements
-            low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+            low, high = torch.searchsorted(ids, torch.tensor([first, first + count], device="cpu")).tolist()
             if low < high:
                 parts.append((chunk, ids[low:high] - first, slice(low, high)))
         return parts
@@ -542,7 +542,7 @@ def as_host_memory(tensor: Tensor) -> Tensor:
 
 def _host_buffer(like: Tensor) -> Tensor:
     pin = like.device.type not in ("cpu", "mps", "meta")
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pin, device="cpu")
 
 
 def _is_host_memory(tensor: Tensor) -> bool:

@@ -121,7 +121,7 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Tensor]:
         """The flat residual of each parameter, by name, and the number of steps: checkpointed state of one worker."""
         residuals = {f"residual/{name}": value for name, value in self._carried.state_dict().items()}
-        return residuals | {"steps": torch.tensor(self._steps)}
+        return residuals | {"steps": torch.tensor(self._steps, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError for a state of other parameters."""

@@ -210,7 +210,7 @@ class PowerSGD:
         """Q of the first step, [columns, rank]: noise keyed by the parameter's name, so equal on all ranks."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         noise = torch.randn(
-            matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
+            matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype, device="cpu"
         )
         return noise.to(matrix.device)
 

@@ -167,7 +167,7 @@ def raw_bytes(value: Tensor) -> memoryview:
 
 def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
     if not data.nbytes:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
 
 

@@ -242,7 +242,7 @@ class PipelineExecutor:
             if action not in self._posted:  # its spec was not known
                 if self._world.is_simulated:
                     raise UnknownHiddenState
-                header = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
+                header = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64, device="cpu")
                 self._irecv(header, source.stage, action.stage).wait()
                 code, dims, *sizes = header.tolist()
                 self.hidden_states[action.stage, _shapes(micros[action.micro])] = (
@@ -262,7 +262,7 @@ class PipelineExecutor:
             if self._rank_of_stage[action.stage + 1] != self._rank:
                 header = [_DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
                 header += [0] * (_MAX_DIMS + 2 - len(header))
-                self._start_send(torch.tensor(header), action.stage, action.stage + 1)
+                self._start_send(torch.tensor(header, device="cpu"), action.stage, action.stage + 1)
         elif self.hidden_states[key] != spec:
             raise PlanError(
                 given=f"a hidden state of {list(spec[0])} {spec[1]} behind stage {action.stage}, before "

@@ -279,7 +279,7 @@ def _reduce_outputs(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) ->
 
 
 def _mesh(dims: ParallelDims) -> DeviceMesh:
-    line = torch.tensor(dims.ranks_along(AXIS))
+    line = torch.tensor(dims.ranks_along(AXIS), device="cpu")
     return DeviceMesh.from_group(dims.group(AXIS), dims.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 

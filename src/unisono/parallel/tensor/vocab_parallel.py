@@ -58,7 +58,7 @@ def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
     part = VocabShard(sizes=even_sizes(layer.num_embeddings, sharder.num_ranks), group=sharder.group)
     padding = layer.padding_idx
     if padding is not None:  # the row whose gradient stays zero
-        place, here = part.place(torch.tensor(padding))
+        place, here = part.place(torch.tensor(padding, device="cpu"))
         padding = int(place) if here else None
     sharder.shard(layer, "weight", 0)
 
