@@ -538,6 +538,13 @@ def memory_error(match: Match) -> Figure:
     return Figure(text, row["median"])
 
 
+def accuracy(match: Match) -> Figure:
+    """Median error of predictions, and the range of predicted over measured."""
+    row = match.node
+    text = f"{row['median']:.1%}; {row['least']:.3f} to {row['most']:.3f} of the measured; {row['layouts']} layouts"
+    return Figure(text, row["median"])
+
+
 def ranking(match: Match) -> Figure:
     """Rank correlation and regret of a group of rows."""
     row = match.node

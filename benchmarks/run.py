@@ -68,7 +68,9 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit of the sources, with -dirty if they differ from it."""
-    head = _git("rev-parse", "--short=12", "HEAD") or "unknown"
+    head = _git("rev-parse", "--short=12", "HEAD") or os.environ.get(
+        "SOURCE_COMMIT", "unknown"
+    )  # a copy without history
     return head + ("-dirty" if _git("status", "--porcelain", "--", "src", "benchmarks/*.py") else "")
 
 
@@ -86,16 +88,18 @@ def run_one(benchmark: Benchmark, *, quick: bool, more: tuple[str, ...]) -> Run:
     before, begin = os.getloadavg()[0], datetime.now(UTC)
     command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *arguments]
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(answer.stdout)
+    device = {"device": result["device"]} if "device" in result else {}
     return {
         "command": " ".join(["python", *command[1:]]),
         "date": begin.isoformat(timespec="seconds"),
         "wall_s": round((datetime.now(UTC) - begin).total_seconds(), 1),
         "commit": revision,
         "sources": sources,
-        "machine": machine(),
+        "machine": machine() | device,
         "versions": versions(),
         "load_average": {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)},
-        "result": json.loads(answer.stdout),
+        "result": result,
     }
 
 

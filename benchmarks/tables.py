@@ -45,9 +45,9 @@ def processor_of(run: Run) -> str:
 def machine_of(run: Run) -> str:
     """Processor, cores and versions of a run."""
     machine, versions = run["machine"], run["versions"]
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores, torch {versions.get('torch', '?')}, Python {versions['python']}"
-    )
+    cores = f"{machine['cpu']}, {machine['cores']} cores"
+    where = cores if machine.get("device", "cpu") == "cpu" else f"{machine['device']}, {cores}"
+    return f"{where}, torch {versions.get('torch', '?')}, Python {versions['python']}"
 
 
 def headlines(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:

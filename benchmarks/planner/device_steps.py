@@ -206,16 +206,16 @@ def main() -> int:
         rows.append({**layout, "traced_bytes": traced, **run(layout, device, arguments.steps)})
         rows[-1]["from_shape"] = from_shape(layout, name)
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    memory = [row["traced_bytes"] / row["allocated_bytes"] for row in rows if row["traced_bytes"]]
+    timed = [row for row in rows if row["from_shape"]]
     result = {
         "device": name,
         "memory": {
-            "median_ratio": statistics.median(memory),
-            "ratios": [min(memory), max(memory)],
-            "layouts": len(memory),
+            "traced": _accuracy([(row["traced_bytes"], row["allocated_bytes"]) for row in rows if row["traced_bytes"]])
         },
         "time": {
-            kind: _ratios([row for row in rows if (row["compile"] != "off") == compiled and row["from_shape"]])
+            kind: _accuracy(
+                [(row["from_shape"]["step_s"], row["step_s"]) for row in timed if (row["compile"] != "off") == compiled]
+            )
             for kind, compiled in (("eager", False), ("compiled", True))
         },
         "rows": rows,
@@ -224,9 +224,15 @@ def main() -> int:
     return 0
 
 
-def _ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    ratios = [row["from_shape"]["step_s"] / row["step_s"] for row in rows]
-    return {"median_ratio": statistics.median(ratios), "ratios": [min(ratios), max(ratios)], "layouts": len(ratios)}
+def _accuracy(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Predicted over real of ``pairs``: the median error, and the range."""
+    ratios = [predicted / real for predicted, real in pairs]
+    return {
+        "median": statistics.median(abs(ratio - 1) for ratio in ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "layouts": len(ratios),
+    }
 
 
 if __name__ == "__main__":

@@ -163,25 +163,26 @@ def worker(arguments: argparse.Namespace) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def interval(values: Sequence[float]) -> list[float]:
-    """The middle nine tenths of ``values``."""
-    return [float(bound) for bound in np.quantile(values, [0.05, 0.95])]
-
-
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Errors of the predictions, and how good their choice is."""
-    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
     measured, predicted = (np.array([row[name] for row in rows]) for name in ("measured_s", "predicted_s"))
     ranks = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
-    chosen = int(predicted.argmin())
     return {
-        "layouts": len(rows),
-        "median_error": statistics.median(errors),
-        "largest_error": max(errors),
-        "ratios": interval([float(p / m) for p, m in zip(predicted, measured, strict=True)]),
+        "step_time": accuracy(rows),
         "rank_correlation": float(np.corrcoef(ranks[0], ranks[1])[0, 1]),
-        "chosen_over_best": float(measured[chosen] / measured.min()),
+        "chosen_over_best": float(measured[predicted.argmin()] / measured.min()),
         "slowest_over_best": float(measured.max() / measured.min()),
+    }
+
+
+def accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Predicted over measured times of ``rows``: the median error, and the range."""
+    ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
+    return {
+        "median": statistics.median(abs(ratio - 1) for ratio in ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "layouts": len(ratios),
     }
 
 
@@ -199,12 +200,16 @@ def main() -> int:
         worker(arguments)
         return 0
     bench = [sys.executable, "-m", "unisono", "doctor", "--bench", "--processes", str(RANKS), "--json"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    from unisono.launch.resources import TUNED_ALLOCATOR  # of each rank that unisono launches
+
+    environ = os.environ | {"OMP_NUM_THREADS": "1"} | TUNED_ALLOCATOR
+    os.environ.update(TUNED_ALLOCATOR)
     with tempfile.TemporaryDirectory(prefix="unisono-bench-cache-") as cache:
         environ["XDG_CACHE_HOME"] = os.environ["XDG_CACHE_HOME"] = cache
         subprocess.run(bench, env=environ, stdout=subprocess.DEVNULL, check=True)
         rows = list(_rows(arguments))
-    print(json.dumps({"summary": summary(rows), "rows": rows}))
+    axes = {axis: accuracy(of_axis) for axis in AXES if (of_axis := [row for row in rows if row["axis"] == axis])}
+    print(json.dumps({"summary": summary(rows), "axes": axes, "rows": rows}))
     return 0
 
 
