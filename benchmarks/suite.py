@@ -449,9 +449,9 @@ BENCHMARKS = (
         script="planner.measured_layouts",
         title="Step times predicted from ranks that are timed alone",
         quick=("--limit", "2", "--steps", "3"),
-        text="Layouts of a GPT on two processes of one thread, really run, against the prediction of `unisono plan auto`: the time of "
-        "a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is predicted to be "
-        "the fastest is compared with the fastest one.",
+        text="Layouts of a GPT on two processes of one thread, really run, against the prediction of `unisono plan auto`: the time "
+        "of a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is predicted to "
+        "be the fastest is compared with the fastest one.",
         rows=(
             Row("median error of the step time", "summary/step_time", figures.accuracy, aim=at_most(0.1)),
             Row("rank correlation", "summary/rank_correlation", figures.number("{:.3f}"), aim=at_least(0.7)),
@@ -471,8 +471,8 @@ BENCHMARKS = (
         title="Memory and step time on an accelerator",
         quick=("--limit", "1"),
         text="Steps of a GPT of a Llama's shape on one device. Memory: `unisono train --dry-run` on the device, over what its "
-        "allocator handed out. Time: `unisono plan simulate`, which knows the model's shape and the device's name alone, over the "
-        "measured step; its constants are fitted to published runs, mostly of compiled models.",
+        "allocator handed out. Time: `unisono plan simulate`, which knows the model's shape and the device's name alone, over "
+        "the measured step; its constants are fitted to published runs, mostly of compiled models.",
         rows=(
             Row("memory, traced", "memory/traced", figures.accuracy, aim=at_most(0.03)),
             Row("step time from the shape, {0}", "time/*", figures.accuracy),
