@@ -449,8 +449,8 @@ BENCHMARKS = (
         script="planner.measured_layouts",
         title="Step times predicted from ranks that are timed alone",
         quick=("--limit", "2", "--steps", "3"),
-        text="Layouts of a GPT on two processes of one thread, really run, against the prediction of `unisono plan auto`: the time "
-        "of a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is predicted to "
+        text="Layouts of a GPT on two processes of one thread, really run, against the prediction of `unisono plan auto`: the "
+        "time of a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is predicted to "
         "be the fastest is compared with the fastest one.",
         rows=(
             Row("median error of the step time", "summary/step_time", figures.accuracy, aim=at_most(0.1)),
