@@ -450,8 +450,8 @@ BENCHMARKS = (
         title="Step times predicted from ranks that are timed alone",
         quick=("--limit", "2", "--steps", "3"),
         text="Layouts of a GPT on two processes of one thread, really run, against the prediction of `unisono plan auto`: the "
-        "time of a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is predicted to "
-        "be the fastest is compared with the fastest one.",
+        "time of a rank whose collectives return at once, and the measured time of what it exchanges. The layout that is "
+        "predicted to be the fastest is compared with the fastest one.",
         rows=(
             Row("median error of the step time", "summary/step_time", figures.accuracy, aim=at_most(0.1)),
             Row("rank correlation", "summary/rank_correlation", figures.number("{:.3f}"), aim=at_least(0.7)),
