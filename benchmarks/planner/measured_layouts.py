@@ -3,9 +3,9 @@
     python -m benchmarks.planner.measured_layouts [--limit N] [--steps N] [--set KEY=VALUE]
 
 Each layout is a plan of the demo's GPT: an axis that the two ranks share, a micro-batch, and what is recomputed. It is run by the
-trainer in two processes of one thread. It is predicted from times of its ranks in two others, which know nothing of each other
-but are at work at the same time, and from what was measured of the link. Both go through the layouts in turns: a part of them is
-predicted, then run, then the next part.
+trainer in two processes that ``unisono launch`` starts. It is predicted from times of its ranks in two others, which are started
+alike and know nothing of each other, and from what was measured of the link. Both go through the layouts in turns: a part of them
+is predicted, then run, then the next part.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.parallel.ranks import RANKS, run_ranks
 from benchmarks.workload import run_config
 
+RANKS = 2
 SIZE = ("model.dim=256", "model.num_heads=8", "model.num_kv_heads=4", "model.num_layers=4", "model.tied=false")
 AXES: Mapping[str, Sequence[str]] = {
     "dp_replicate": (),
@@ -146,6 +146,7 @@ def predict(part: Sequence[Mapping[str, Any]], changes: Sequence[str], rank: int
             "work_s": predicted.work_s,
             "communication_s": sum(predicted.communication_s.values()),
             "bubble_s": predicted.bubble_s,
+            "straggler_s": predicted.straggler_s,
             "took_s": time.perf_counter() - begin,
         }
 
@@ -159,8 +160,9 @@ def worker(arguments: argparse.Namespace) -> None:
         if arguments.worker == "measure"
         else predict(part, arguments.set, rank)
     )
-    for answer in answers:
-        print(json.dumps(answer), flush=True)
+    with open(f"{arguments.out}-{rank}", "w") as file:
+        for answer in answers:
+            print(json.dumps(answer), file=file, flush=True)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,20 +195,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--worker", choices=["measure", "predict"])
+    parser.add_argument("--out")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return 0
-    bench = [sys.executable, "-m", "unisono", "doctor", "--bench", "--processes", str(RANKS), "--json"]
-    from unisono.launch.resources import TUNED_ALLOCATOR  # of each rank that unisono launches
-
-    environ = os.environ | {"OMP_NUM_THREADS": "1"} | TUNED_ALLOCATOR
-    os.environ.update(TUNED_ALLOCATOR)
     with tempfile.TemporaryDirectory(prefix="unisono-bench-cache-") as cache:
-        environ["XDG_CACHE_HOME"] = os.environ["XDG_CACHE_HOME"] = cache
-        subprocess.run(bench, env=environ, stdout=subprocess.DEVNULL, check=True)
+        os.environ["XDG_CACHE_HOME"] = cache
+        command = [sys.executable, "-m", "unisono", "doctor", "--bench", "--processes", str(RANKS), "--json"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         rows = list(_rows(arguments))
     axes = {axis: accuracy(of_axis) for axis in AXES if (of_axis := [row for row in rows if row["axis"] == axis])}
     print(json.dumps({"summary": summary(rows), "axes": axes, "rows": rows}))
@@ -217,17 +216,24 @@ def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     wanted = layouts()[: arguments.limit]
     for first in range(0, len(wanted), PART):
         last = min(first + PART, len(wanted))
-        command = ["-m", "benchmarks.planner.measured_layouts", f"--first={first}", f"--last={last}"]
-        command += [f"--steps={arguments.steps}", *(f"--set={change}" for change in arguments.set)]
-        predicted, measured = (
-            [[json.loads(line) for line in lines] for _, lines in run_ranks([*command, f"--worker={kind}"])]
-            for kind in ("predict", "measure")
-        )
+        given = [f"--first={first}", f"--last={last}", f"--steps={arguments.steps}"]
+        given += [f"--set={change}" for change in arguments.set]
+        predicted, measured = (_by_ranks([*given, f"--worker={kind}"]) for kind in ("predict", "measure"))
         for layout, *answers in zip(wanted[first:last], *predicted, *measured, strict=True):
             slower = max(answers[:RANKS], key=lambda answer: answer["step_s"])
             row = {**layout, "predicted_s": slower["step_s"], "measured_s": max(answers[RANKS:]), "parts": slower}
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield row
+
+
+def _by_ranks(given: Sequence[str]) -> list[list[Any]]:
+    """What each rank of a job of workers answers."""
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+        out = Path(folder) / "answers"
+        launch = ["unisono", "launch", "-n", str(RANKS), "--dir", f"{folder}/job", "--max-restarts", "0", "--"]
+        worker = [sys.executable, "-m", "benchmarks.planner.measured_layouts", *given, f"--out={out}"]
+        subprocess.run([sys.executable, "-m", *launch, *worker], stdout=subprocess.DEVNULL, check=True)
+        return [[json.loads(line) for line in Path(f"{out}-{rank}").read_text().splitlines()] for rank in range(RANKS)]
 
 
 if __name__ == "__main__":

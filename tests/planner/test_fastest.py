@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from unisono.config import load_config
 from unisono.dist import JobSpec
 from unisono.errors import PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.planner.fastest import FastestPlan, changes_in_words, pinned_options
+from unisono.train.config import RunConfig
 from unisono.train.rank_timing import RankTiming
 from unisono.train.setup import resolve_plan
 
@@ -43,12 +46,14 @@ class Trials:
         return plan, [RankTiming(rank=0, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=(), peak_bytes=0)]
 
 
-def search(trials: Trials, memory_gib: float, *, num_ranks: int = 2, budget_s: float = 60.0, **options: Any) -> Any:
+def search(
+    trials: Trials, memory_gib: float, *, num_ranks: int = 2, budget_s: float = 60.0, pinned: Any = (), **options: Any
+) -> Any:
     given = PlanOptions(device="cpu", **{"global_batch": 8, **options})
     found = FastestPlan(
         trials=trials,  # type: ignore[arg-type]
         options=given,
-        pinned=pinned_options(resolve_plan(given, JobSpec(world_size=num_ranks))[1]),
+        pinned=frozenset(pinned),
         num_ranks=num_ranks,
         memory_bytes=round(memory_gib * GIB),
         links=Calibration(),
@@ -126,10 +131,17 @@ def test_the_same_input_gives_the_same_plan() -> None:
 
 @pytest.mark.parametrize("pins", [{"tp": 2}, {"micro_batch": 2}, {"recompute": "full"}, {"dp_shard": 2, "zero": 1}])
 def test_what_the_user_set_stays(pins: dict[str, Any]) -> None:
-    found, _ = search(Trials(tp_speedup=3), 100, **pins)
-    assert set(pins) <= found.pinned
+    found, _ = search(Trials(tp_speedup=3), 100, pinned=pins, **pins)
     for candidate in found.candidates:
         assert set(pins).isdisjoint(candidate.settings)
+
+
+def test_what_is_set_is_pinned_also_where_it_is_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    file.write_text('{"mesh": {"cp": 1}, "recompute": {"mode": "none"}}')
+    settings = ["plan.tp=1", "plan.global_batch=4", f"plan.file={file}"]
+    assert pinned_options(load_config(RunConfig, overrides=settings)) == {"tp", "cp", "recompute"}
+    assert pinned_options(load_config(RunConfig, overrides=[])) == set()
 
 
 def test_no_plan_is_tried_after_its_time() -> None:

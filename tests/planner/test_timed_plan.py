@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def group(axis: str, operation: Any = "all_reduce", transport: str = "gloo", nby
 
 LINKS = Calibration(
     links=[
-        link("all_reduce", "gloo", 2, 4, 0.001),
-        link("all_reduce", "gloo", 2, 1004, 0.003),
+        link("all_reduce_in_step", "gloo", 2, 4, 0.001),
+        link("all_reduce_in_step", "gloo", 2, 1004, 0.003),
+        link("all_reduce", "gloo", 2, 4, 0.0001),  # between idle ranks: for sums that are not in a step
         link("send", "gloo", 2, 1000, 0.002),
     ]
 )
@@ -139,6 +141,21 @@ def test_stages_wait_for_each_other(schedule: Any, part: float) -> None:
     assert given.batch.accumulation == 4
     assert predicted.bubble_s == pytest.approx(part * 0.8 / 4)
     assert predicted.communication_s == pytest.approx({"pp": 3 * 0.002})
+
+
+def test_more_ranks_wait_for_a_slower_one() -> None:
+    def straggler_s(ranks: int, spread_frac: float) -> float:
+        given = derive_plan(
+            PlanOptions(device="cpu", global_batch=64), world_size=ranks, device="cpu", native_bf16=False
+        )
+        varying = replace(timing(1.0), spread_frac=spread_frac)
+        return predict_step(given, [varying], LINKS).straggler_s
+
+    assert straggler_s(1, 0.1) == 0
+    assert straggler_s(2, 0.0) == 0
+    # of a normal distribution whose quartiles are 0.1 apart, 0.564 and 1.424 standard deviations of 0.0741
+    assert straggler_s(2, 0.1) == pytest.approx(0.564 * 0.0741, rel=0.05)
+    assert straggler_s(8, 0.1) == pytest.approx(1.424 * 0.0741, rel=0.05)
 
 
 def test_a_link_that_was_not_measured_is_an_error() -> None:

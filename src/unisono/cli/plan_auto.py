@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,7 @@ from unisono.cli.terminal import echo
 from unisono.config import Resolved
 from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
-from unisono.errors import PlanError
+from unisono.errors import PlanError, Problem
 from unisono.storage.files import write_atomically
 from unisono.train.config import RunConfig
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from unisono.planner.fastest import Candidate, FastestPlan
 
 _GIB = 2**30
-# set in the process that tries the ranks: its environment is that of a rank
+# set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 
 
@@ -78,6 +79,8 @@ def auto(
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
         raise SystemExit(subprocess.run(**_search_process(resolved, num_ranks, arguments), check=False).returncode)
+    if cores := os.environ.get(_AS_A_RANK):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
     from unisono.planner.fastest import as_json as listed
 
@@ -103,31 +106,39 @@ def found_settings(resolved: Resolved[RunConfig], config: tuple[str, ...], overr
     """The settings of the fastest plan of a configuration for its ranks, as ``--set`` takes them.
 
     Raises:
-        PlanError: No plan fits, or the search failed, which has said why.
+        PlanError: No plan fits, or the search failed.
     """
     num_ranks = max(1, resolved.value.launch.num_processes)
     arguments = [*train_arguments(config, overrides), f"--processes={num_ranks}", "--json"]
     process = _search_process(resolved, num_ranks, arguments)
     done = subprocess.run(**process, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise PlanError(
-            given="train --plan auto",
-            rule="a plan fits into memory, and its ranks can be tried",
-            consequence="nothing was started",
-            nearest="unisono plan fit, which shows what each measure saves"
-            if done.returncode == 1
-            else "unisono plan auto with the same settings, which shows each plan that it tries",
-        )
+        raise PlanError(*_problems_of(done.stdout))
     settings: dict[str, Any] = json.loads(done.stdout)["settings"]
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
+def _problems_of(said: str) -> list[Problem]:
+    """What a search that failed printed as JSON; it prints no problem where no plan fits."""
+    with suppress(ValueError, KeyError, TypeError):
+        return [Problem(**problem) for problem in json.loads(said)["problems"]]
+    return [
+        Problem(
+            given="train --plan auto, whose search found no plan",
+            rule="a plan fits into memory, and its ranks can be tried",
+            consequence="nothing was started",
+            nearest="unisono plan auto, which shows each plan that it tries; unisono plan fit shows what each measure saves",
+        )
+    ]
+
+
 def _search_process(resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``subprocess.run`` for a search in the environment of a rank: its threads, and its memory allocator."""
+    """Arguments of ``subprocess.run`` for a search in the environment of a rank: its threads, cores and allocator."""
     from unisono.launch.resources import divide_host
 
     share = divide_host(replace(resolved.value.launch, num_processes=num_ranks))
-    environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: "1"}
+    cores = "" if share.affinity is None else ",".join(map(str, share.affinity[0]))
+    environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: cores}
     return {"args": module_command("unisono", "plan", "auto", *arguments), "env": environ}
 
 
@@ -136,24 +147,21 @@ def _search(
 ) -> tuple[FastestPlan, Candidate | None]:
     """Search the plan of a configuration for ``num_ranks`` ranks of this host, and print what is tried unless ``quiet``."""
     from unisono.data.options import default_cache_dir
-    from unisono.dist import JobSpec
     from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
     from unisono.parallel.device import find_device
     from unisono.planner.fastest import FastestPlan, pinned_options
     from unisono.planner.run_trials import open_trials
-    from unisono.train.setup import resolve_plan
 
     options = resolved.value.plan
     device = find_device(options.device, 0)
     memory_bytes = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
-    plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]
     if not quiet:
         echo(f"{num_ranks} ranks on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
     with open_trials(resolved) as trials:
         search = FastestPlan(
             trials=trials,
             options=options,
-            pinned=pinned_options(plan),
+            pinned=pinned_options(resolved),
             num_ranks=num_ranks,
             memory_bytes=memory_bytes,
             links=read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE),
@@ -171,6 +179,7 @@ def _line(candidate: Candidate) -> str:
         return f"{what}: {candidate.refused}"
     parts = [f"work {timed.work_s:.4g}", *(f"{axis} {seconds:.4g}" for axis, seconds in timed.communication_s.items())]
     parts += [f"pipeline bubble {timed.bubble_s:.4g}"] if timed.bubble_s else []
+    parts += [f"slowest rank {timed.straggler_s:.4g}"] if timed.straggler_s else []
     return f"{what}: {timed.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
 
 

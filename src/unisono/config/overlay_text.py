@@ -19,4 +19,4 @@ def overlay_text(base: str, settings: Mapping[str, Any]) -> str:
     lines = [f"{BASE} = {toml_value(base)}"] if base else []
     for section, options in sections.items():
         lines += ["", f"[{section}]", *(f"{option} = {toml_value(encode(value))}" for option, value in options.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines or ["# all defaults"]) + "\n"

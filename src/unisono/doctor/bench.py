@@ -11,7 +11,7 @@ import itertools
 import math
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,7 @@ from unisono.measure.calibration import (
     read_calibration,
 )
 from unisono.measure.ceiling import QUIET_SPREAD_FRAC, baseline_dtype, matmul_key, time_matmul
-from unisono.measure.links import SIZES, probe_all_reduce, probe_pairs
+from unisono.measure.links import SIZES, probe_all_reduce, probe_in_step, probe_pairs
 from unisono.measure.storage import probe_storage
 from unisono.storage.files import os_reason
 
@@ -121,22 +121,18 @@ def _links(
     def by_torch(tensor: torch.Tensor) -> object:
         return dist.all_reduce(tensor, group=group)
 
-    rates = probe_all_reduce(
-        world, by_torch, transport=backend, hosts=hosts, device=device, sizes=sizes, budget_s=budget_s
-    )
+    given: dict[str, Any] = {"hosts": hosts, "device": device, "budget_s": budget_s}
+
+    def probe(reduce: Callable[[torch.Tensor], object], transport: str) -> list[LinkRate]:
+        idle = probe_all_reduce(world, reduce, transport=transport, sizes=sizes, **given)
+        return [*idle, *probe_in_step(world, reduce, transport=transport, **given)]
+
+    rates = probe(by_torch, backend)
     if device.type == "cpu":
         with suppress(ConfigError):  # several hosts, or another system: gradients go over the backend
             memory = SharedMemoryAllReduce(world)
             try:
-                rates += probe_all_reduce(
-                    world,
-                    memory.all_reduce,
-                    transport=SHARED_MEMORY,
-                    hosts=hosts,
-                    device=device,
-                    sizes=sizes,
-                    budget_s=budget_s,
-                )
+                rates += probe(memory.all_reduce, SHARED_MEMORY)
             finally:
                 memory.close()
     measured = probe_pairs(world, transport=backend, hosts=hosts, device=device, budget_s=10 * budget_s)

@@ -33,7 +33,7 @@ _MAX_BYTES: Final = 1 << 22
 _MAX_ENTRIES: Final = 256  # of each kind, the newest
 _MAX_NUMBER: Final = 1e18
 
-Operation = Literal["all_reduce", "send"]
+Operation = Literal["all_reduce", "all_reduce_in_step", "send"]
 T = TypeVar("T")
 
 
@@ -63,7 +63,8 @@ class LinkRate:
     """Time of one message size between ranks.
 
     Attributes:
-        operation: ``all_reduce`` of all ranks, or ``send`` between the slowest pair of them.
+        operation: ``all_reduce`` of all ranks; ``all_reduce_in_step``, what one adds to ranks that compute between them; or
+            ``send`` between the slowest pair of them.
         transport: ``gloo``, ``nccl`` or another backend of torch, or ``shared memory``.
         ranks: Number of ranks that took part in the job.
         hosts: Names of their hosts, sorted.
@@ -149,7 +150,16 @@ class Calibration:
         """What was measured before for the same folder of the same host."""
         return next((rate for rate in self.storage if rate.key == like.key), None)
 
-    def all_reduce_s(self, nbytes: int, *, transport: str, ranks: int, host: str, num_hosts: int) -> float | None:
+    def all_reduce_s(
+        self,
+        nbytes: int,
+        *,
+        transport: str,
+        ranks: int,
+        host: str,
+        num_hosts: int,
+        operation: Operation = "all_reduce",
+    ) -> float | None:
         """Seconds of a sum of ``nbytes`` over ``ranks`` ranks on ``num_hosts`` hosts, of which ``host`` is one.
 
         Between two measured sizes it is interpolated, above the largest one the time grows with the bytes. A size that was
@@ -158,7 +168,7 @@ class Calibration:
         """
         measured = sorted(
             (rate.nbytes, rate.seconds)
-            for rate in self._like("all_reduce", transport, host, num_hosts)
+            for rate in self._like(operation, transport, host, num_hosts)
             if rate.ranks == ranks
         )
         points = [(size, min(seconds for _, seconds in measured[index:])) for index, (size, _) in enumerate(measured)]

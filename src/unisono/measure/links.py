@@ -6,6 +6,7 @@ come, and counts the slowest one. A budget of time limits rounds and sizes, so t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,11 @@ PAIR_SIZES: Final = (64 << 10, 512 << 10, 4 << 20)  # of a message between two r
 _ROUNDS: Final = (5, 30)
 _PAIR_ROUNDS: Final = 5
 _CLOCK_ROUNDS: Final = 8
+STEP_SIZES: Final = (4, 64 << 10, 1 << 20, 8 << 20)  # of a sum between computations, in bytes
+_ROUNDS_IN_STEP: Final = (3, 15)  # blocks of sums
+_BLOCK: Final = 10
+_WORK_S: Final = 0.002  # between two sums
+_LEAST_S: Final = 1e-6  # of a sum that adds nothing that could be told from scatter
 
 
 def probe_all_reduce(
@@ -75,6 +81,78 @@ def probe_all_reduce(
             )
         )
     return rates
+
+
+def probe_in_step(
+    world: World,
+    reduce: Callable[[torch.Tensor], object],
+    *,
+    transport: str,
+    hosts: Sequence[str],
+    device: torch.device,
+    sizes: Sequence[int] = STEP_SIZES,
+    budget_s: float = 1.0,
+) -> list[LinkRate]:
+    """Time what a sum over all ranks adds to ranks that compute between sums, as those of a step do.
+
+    It is more than a sum takes between idle ranks: the ranks come at different times, a thread that waits has to be woken, and
+    the tensors are in no cache. Arguments as of ``probe_all_reduce``; ``budget_s`` is for each size, and at least three blocks of
+    ten sums are made.
+    """
+    rates: list[LinkRate] = []
+    work = _work(device)
+    for nbytes in sizes:
+        tensor = torch.zeros(max(1, nbytes // 4), device=device)
+
+        def block(reduces: bool, tensor: torch.Tensor = tensor) -> float:
+            world.barrier()
+            begin = time.perf_counter()
+            for _ in range(_BLOCK):
+                work()
+                if reduces:
+                    reduce(tensor)
+            _wait(device)
+            return _slowest(world, [time.perf_counter() - begin])[0] / _BLOCK
+
+        first_s = block(reduces=True)
+        if rates and first_s * _BLOCK > 2 * budget_s and nbytes > 1 << 20:
+            break
+        count = max(_ROUNDS_IN_STEP[0], min(_ROUNDS_IN_STEP[1], int(budget_s / (2 * _BLOCK * first_s))))
+        added = [block(reduces=True) - block(reduces=False) for _ in range(count)]
+        median_s = max(statistics.median(added), _LEAST_S)
+        lower_s, _, upper_s = statistics.quantiles(added, n=4)
+        rates.append(
+            LinkRate(
+                operation="all_reduce_in_step",
+                transport=transport,
+                ranks=world.world_size,
+                hosts=tuple(sorted(set(hosts))),
+                nbytes=nbytes,
+                seconds=median_s,
+                spread_frac=max(0.0, upper_s - lower_s) / median_s,
+                at_s=time.time(),
+                torch=torch.__version__,
+            )
+        )
+    return rates
+
+
+def _work(device: torch.device) -> Callable[[], None]:
+    """Matrix products that take about two milliseconds."""
+    matrix = torch.ones(256, 256, device=device)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    products(3)
+    _wait(device)
+    begin = time.perf_counter()
+    products(10)
+    _wait(device)
+    each_s = max((time.perf_counter() - begin) / 10, 1e-6)
+    count = min(200, math.ceil(_WORK_S / each_s))
+    return lambda: products(count)
 
 
 def probe_pairs(

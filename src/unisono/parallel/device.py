@@ -53,13 +53,21 @@ def computes_fp8(device_type: str) -> bool:
     return adapter_for(device_type).computes_fp8()
 
 
+_deterministic_for_cpu = False
+
+
 def set_backend(plan: Plan) -> None:
     """Apply tf32, autotune and determinism, all explicitly: none is left to a library's default."""
+    global _deterministic_for_cpu
     if plan.mesh.device == "cpu":
+        _deterministic_for_cpu |= not torch.are_deterministic_algorithms_enabled()
         # Scattered additions (an embedding's gradient in compiled code, index_put) otherwise race between threads, and a
         # resumed run is not bit-equal. Filling new memory is torch's debugging aid and would only cost.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    elif _deterministic_for_cpu:  # by an earlier plan of this process; what the user has set stays
+        torch.use_deterministic_algorithms(False)
+        _deterministic_for_cpu = False
     set_kernel_choice(tf32=plan.backend.tf32, autotune=plan.backend.autotune)
 
 

@@ -13,17 +13,20 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
+from unisono.config import Resolved
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError, PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan
+from unisono.plan.plan import Plan, load_fields, option_of
 from unisono.planner.run_trials import RunTrials
 from unisono.planner.timed_plan import TimedPlan, predict_step
+from unisono.train.config import RunConfig
 from unisono.train.setup import resolve_plan
 
 MAX_TENSOR_RANKS: Final = 8  # of one host
 _SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "schedule")
+_SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute")
 _RECOMPUTE: Final = ("none", "selective", "full")
 _GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
 
@@ -205,12 +208,12 @@ def changes_in_words(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={str(value).lower()}" for name, value in settings.items()) or "as configured"
 
 
-def pinned_options(plan: Plan) -> frozenset[str]:
-    """Names of the options that the user set: by settings or a strategy file."""
-    from unisono.plan.plan import field_origins, option_of
-
-    chosen = (name for name, origin in field_origins(plan).items() if origin.startswith(("setting", "strategy")))
-    return frozenset({*plan.pins, *map(option_of, chosen)} - {""})
+def pinned_options(resolved: Resolved[RunConfig]) -> frozenset[str]:
+    """Names of the options that a search may change and that the user set: by settings or a strategy file."""
+    chosen = {name for name, origin in resolved.origins.items() if origin not in ("default", "planned")}
+    given = {name.removeprefix("plan.") for name in chosen if name.startswith("plan.")}
+    given |= {option_of(field) for field in load_fields(file)} if (file := resolved.value.plan.file) else set()
+    return frozenset(given) & frozenset(_SEARCHED)
 
 
 def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -224,6 +227,7 @@ def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
             "work_s": None if timed is None else timed.work_s,
             "communication_s": None if timed is None else dict(timed.communication_s),
             "bubble_s": None if timed is None else timed.bubble_s,
+            "straggler_s": None if timed is None else timed.straggler_s,
         }
         for candidate in candidates
     ]

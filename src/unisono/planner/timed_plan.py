@@ -1,9 +1,10 @@
 """The step time of a plan, from times of its ranks on one device and the measured speed of the links between them.
 
-    step = ranks' own work + messages and sums, one after the other + waiting for other pipeline stages
+    step = a rank's own work + messages and sums, one after the other + waiting for other stages and for the slowest rank
 
 The ranks' own work is timed (``train.rank_timing``). What they exchange is counted, and takes as long as messages of that size
-were measured to take (``unisono plan calibrate``). Nothing is taken to overlap: on one host, what communicates also computes.
+were measured to add to ranks that compute (``unisono plan calibrate``). Nothing is taken to overlap: on one host, what
+communicates also computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final
 
 from unisono.errors import ConfigError
@@ -23,6 +25,7 @@ from unisono.train.rank_timing import RankTiming
 # stage; half where it has two; and where gradients of weights fill the gaps, half of a forward pass, which is a third
 # (Narayanan et al. 2021, section 2.2; Qi et al. 2024, arXiv 2401.10241).
 _BUBBLE: Final[Mapping[str, float]] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zbv": 1 / 6}
+_QUARTILES: Final = 1.349  # distance of the quartiles of a normal distribution, in standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,18 +36,20 @@ class TimedPlan:
         work_s: Seconds of the rank whose own work takes longest.
         communication_s: Seconds of messages and sums by axis of the mesh.
         bubble_s: Seconds in which that rank waits for other pipeline stages.
+        straggler_s: Seconds by which the slowest of all ranks is later than a usual one, as the times of one rank vary.
         peak_bytes: Most that a rank's allocator had handed out; 0 on the host.
     """
 
     work_s: float
     communication_s: Mapping[str, float]
     bubble_s: float
+    straggler_s: float
     peak_bytes: int
 
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return self.work_s + sum(self.communication_s.values()) + self.bubble_s
+        return self.work_s + sum(self.communication_s.values()) + self.bubble_s + self.straggler_s
 
 
 def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) -> TimedPlan:
@@ -61,7 +66,7 @@ def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) 
     slowest = max(timings, key=lambda timing: timing.step_s)
     communication_s: dict[str, float] = {}
     for group in slowest.traffic:
-        seconds = expected_seconds(group, links, socket.gethostname())
+        seconds = expected_seconds(group, links, socket.gethostname(), operation="all_reduce_in_step")
         if seconds is None:
             raise ConfigError(
                 given=f"a plan whose {group.ranks} ranks exchange bytes over {group.transport}",
@@ -77,5 +82,11 @@ def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) 
         work_s=slowest.step_s,
         communication_s=communication_s,
         bubble_s=bubble_s,
+        straggler_s=_largest_of(plan.mesh.world_size) * slowest.spread_frac * slowest.step_s / _QUARTILES,
         peak_bytes=max(timing.peak_bytes for timing in timings),
     )
+
+
+def _largest_of(count: int) -> float:
+    """The expected largest of ``count`` numbers from the standard normal distribution (Blom 1958, p. 71)."""
+    return NormalDist().inv_cdf((count - 3 / 8) / (count + 1 / 4))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from unisono.measure.calibration import SHARED_MEMORY, Calibration
+from unisono.measure.calibration import SHARED_MEMORY, Calibration, Operation
 from unisono.observe.events import EventLog
 from unisono.observe.link_events import read_axes, uses_by_axis
 from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, all_reduce_wire_bytes, merged
@@ -185,22 +185,29 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
     return row
 
 
-def expected_seconds(group: GroupTraffic, measured: Calibration, host: str) -> float | None:
-    """Seconds that the traffic of ``group`` takes, one message after the other; None where nothing comparable was measured."""
+def expected_seconds(
+    group: GroupTraffic, measured: Calibration, host: str, *, operation: Operation = "all_reduce"
+) -> float | None:
+    """Seconds that the traffic of ``group`` takes, one message after the other; None where nothing comparable was measured.
+
+    Collectives take as long as sums did in ``operation``.
+    """
     total = 0.0
     for messages in group.messages.values():
-        seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host)
+        seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host, operation)
         if seconds is None:
             return None
         total += messages.count * seconds
     return total
 
 
-def _seconds_of(group: GroupTraffic, nbytes: int, measured: Calibration, host: str) -> float | None:
+def _seconds_of(
+    group: GroupTraffic, nbytes: int, measured: Calibration, host: str, operation: Operation = "all_reduce"
+) -> float | None:
     where: Any = {"transport": group.transport, "host": host, "num_hosts": group.hosts}
     if group.operation == "send":
         return measured.send_s(nbytes, **where)
-    return measured.all_reduce_s(nbytes, ranks=group.ranks, **where)
+    return measured.all_reduce_s(nbytes, ranks=group.ranks, operation=operation, **where)
 
 
 class GradientTraffic:

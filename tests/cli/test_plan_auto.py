@@ -1,0 +1,115 @@
+"""``unisono plan auto``, ``plan calibrate`` and ``train --plan auto``: real searches of tiny runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import Desk
+
+from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+
+SMALL = ("model.dim=16", "model.num_heads=2", "data.seq_len=16", "train.steps=2", "train.eval_every_steps=0")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches run in the process of the test, which has one thread as a rank would have."""
+    monkeypatch.setenv("UNISONO_TRIES_RANKS", "")
+
+
+def auto(desk: Desk, *arguments: str, settings: tuple[str, ...] = (), code: int = 0):
+    sets = [f"--set={setting}" for setting in (*SMALL, *settings)]
+    outcome = desk.here("plan", "auto", *arguments, *sets)
+    assert outcome.code == code, outcome.err or outcome.out
+    return outcome
+
+
+@pytest.mark.usefixtures("here")
+def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
+    shown = auto(desk, "--apply=fast.toml", settings=("plan.recompute=none",)).out.splitlines()
+    assert shown[0].startswith("1 ranks on cpu; tensors of a rank may take")
+    assert shown[1].startswith("  as configured: ")
+    assert shown[-3].startswith("fastest: ")
+    assert shown[-2] == "kept as given: plan.recompute"
+    assert shown[-1].endswith("fast.toml")
+    assert desk.here("config", "show", "fast.toml").code == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_pinned_settings_stay_and_each_plan_has_a_time_or_a_reason(desk: Desk) -> None:
+    outcome = json.loads(auto(desk, "--json", settings=("plan.micro_batch=4", "plan.recompute=full")).out)
+    assert outcome["pinned"] == ["micro_batch", "recompute"]
+    assert outcome["settings"] == {}
+    (candidate,) = outcome["candidates"]
+    assert candidate["step_s"] == candidate["work_s"] + candidate["straggler_s"] + candidate["bubble_s"]
+    assert candidate["refused"] is None
+
+
+@pytest.mark.usefixtures("here")
+def test_nothing_fits(desk: Desk) -> None:
+    outcome = auto(desk, "--memory-gib=1e-5", settings=("plan.recompute=full",), code=1)
+    assert "no plan fits" in outcome.out
+    assert "GiB too much" in outcome.out
+
+
+@pytest.mark.usefixtures("here")
+def test_links_that_were_not_measured_are_named(desk: Desk) -> None:
+    error = auto(desk, "--processes=2", settings=("plan.dp_shard=2",), code=2).err
+    assert "unisono plan calibrate --processes 2" in error
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("overlay", ["taken.toml"])
+def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
+    (desk.folder / overlay).write_text("# mine\n")
+    assert "is not overwritten" in auto(desk, f"--apply={overlay}", code=2).err
+    assert (desk.folder / overlay).read_text() == "# mine\n"
+
+
+@pytest.mark.full
+def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
+    """In processes of their own: two ranks, links that are really measured, and a run of two ranks with what was found."""
+    done = desk.process("plan", "calibrate", "--processes=2", "--json")
+    assert done.code == 0, done.err
+    stored = Path(json.loads(done.out)["stored_in"])
+    assert stored.name == CALIBRATION_FILE
+    operations = {rate.operation for rate in read_calibration(stored).links}
+    assert operations == {"all_reduce", "all_reduce_in_step", "send"}
+    # what is set is not searched, so that it takes less time
+    given = ("launch.num_processes=2", "plan.micro_batch=2", "plan.recompute=none", "plan.cp=1", "plan.pp=1")
+    sets = [f"--set={setting}" for setting in (*SMALL, *given)]
+    found = desk.process("plan", "auto", "--json", *sets)
+    assert found.code == 0, found.err
+    outcome = json.loads(found.out)
+    tried = [candidate["settings"] for candidate in outcome["candidates"]]
+    assert {"plan.dp_shard": 2} in tried
+    assert {"plan.tp": 2} in tried
+    assert all((candidate["step_s"] is None) == bool(candidate["refused"]) for candidate in outcome["candidates"])
+    best = min(candidate["step_s"] for candidate in outcome["candidates"] if candidate["step_s"])
+    (chosen,) = [candidate for candidate in outcome["candidates"] if candidate["step_s"] == best]
+    assert chosen["settings"] == outcome["settings"]
+    trained = desk.process("train", "--plan=auto", *sets, "--set=run.dir=run")
+    assert trained.code == 0, trained.err
+    plan = json.loads((desk.folder / "run" / "plan.json").read_text())
+    again = desk.process("train", "--plan=auto", *sets, "--set=run.dir=run", "--set=train.steps=3")
+    assert again.code == 0, again.err  # with the plan that the run has
+    assert json.loads((desk.folder / "run" / "plan.json").read_text())["mesh"] == plan["mesh"]
+
+
+def test_a_rank_of_a_job_searches_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**job, "MASTER_PORT": "29999"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    assert "unisono plan auto --apply FILE before" in desk.here("train", "--plan=auto").err
+
+
+def test_what_the_search_refuses_starts_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_TRIES_RANKS", "")
+    sets = [f"--set={setting}" for setting in (*SMALL, "plan.global_batch=3", "plan.micro_batch=4", "run.dir=none")]
+    outcome = desk.here("train", "--plan=auto", *sets)
+    assert outcome.code == 2
+    assert "micro_batch 4 with global_batch 3" in outcome.err
+    assert not (desk.folder / "none").exists()
