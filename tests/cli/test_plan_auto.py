@@ -30,7 +30,7 @@ def auto(desk: Desk, *arguments: str, settings: tuple[str, ...] = (), code: int 
 @pytest.mark.usefixtures("here")
 def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
     shown = auto(desk, "--apply=fast.toml", settings=("plan.recompute=none",)).out.splitlines()
-    assert shown[0].startswith("1 ranks on cpu; tensors of a rank may take")
+    assert shown[0].startswith("1 rank on cpu; tensors of a rank may take")
     assert shown[1].startswith("  as configured: ")
     assert shown[-3].startswith("fastest: ")
     assert shown[-2] == "kept as given: plan.recompute"

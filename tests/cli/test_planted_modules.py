@@ -315,6 +315,7 @@ def test_every_place_that_starts_a_process_is_known() -> None:
     """Each takes its command from ``dist/interpreter.py``, from the user, or runs another program than Python."""
     begun = {file.removeprefix("src/unisono/"): len(lines) for file, lines in found(starts, "src/unisono").items()}
     assert begun == {
+        "cli/plan_auto.py": 1,
         "data/image/restart_markers.py": 1,
         "data/loading/subprocess_map.py": 1,
         "device/npu_smi.py": 1,

@@ -16,7 +16,7 @@ from unisono.doctor import bench, child, rank_devices, ranks
 from unisono.doctor.bench import bench as measure
 from unisono.doctor.ranks import RankExamination, examine_ranks
 from unisono.measure import Calibration, LinkRate, MatmulRate, StorageRate, add_to_calibration, read_calibration
-from unisono.measure.links import PAIR_SIZES
+from unisono.measure.links import PAIR_SIZES, STEP_SIZES
 
 SMALL = {"sizes": (4, 65536, 1 << 20), "file_bytes": 1 << 20, "budget_s": 0.05}
 CODES = ["BENCH01", "BENCH02", "BENCH03", "BENCH04", "BENCH05", "BENCH06"]
@@ -76,6 +76,16 @@ def test_the_slowest_of_all_ranks_is_named() -> None:
     assert bench._peer_check(rates[:2], ["a", "a"]).status == "ok"
 
 
+def sizes_in_steps(known: Calibration, transport: str) -> tuple[int, ...]:
+    """Sizes of sums between computations: on a busy machine those above 1 MiB can be left out."""
+    rates = [rate for rate in known.links if rate.operation == "all_reduce_in_step" and rate.transport == transport]
+    sizes = tuple(sorted(rate.nbytes for rate in rates))
+    assert len(sizes) >= 3
+    assert sizes == STEP_SIZES[: len(sizes)]
+    assert all(rate.seconds >= 1e-6 for rate in rates)
+    return sizes
+
+
 def pair_sizes(known: Calibration) -> tuple[int, ...]:
     """Sizes of messages that were measured: on a busy machine not all of them fit into the time, but always the first."""
     sizes = tuple(sorted(rate.nbytes for rate in known.links if rate.operation == "send"))
@@ -127,6 +137,11 @@ def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool:
     known = read_calibration(tmp_path / "cache" / "calibration.json")
     assert {(rate.operation, rate.transport, rate.nbytes) for rate in known.links} == {
         *(("all_reduce", name, size) for name in ("gloo", "shared memory") for size in SMALL["sizes"]),
+        *(
+            ("all_reduce_in_step", name, size)
+            for name in ("gloo", "shared memory")
+            for size in sizes_in_steps(known, name)
+        ),
         *(("send", "gloo", size) for size in pair_sizes(known)),
     }
     assert [rate.folder for rate in known.storage] == [str(tmp_path.resolve())]
@@ -168,7 +183,8 @@ def test_ranks_are_started_and_report(tmp_path: Path, own_places: Path) -> None:
     path = tmp_path / "cache" / "unisono" / "calibration.json"
     assert report.figures["stored_in"] == str(path)
     known = read_calibration(path)
-    assert len(known.links) == 6 + len(pair_sizes(known))
+    in_steps = [size for name in ("gloo", "shared memory") for size in sizes_in_steps(known, name)]
+    assert len(known.links) == 6 + len(in_steps) + len(pair_sizes(known))
     assert list(own_places.iterdir()) == []
     assert not (tmp_path / "runs").exists()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from unisono.config import load_config
 from unisono.dist import JobSpec
@@ -28,6 +30,7 @@ class Trials:
     """A machine on which the work of a plan is known: it grows with passes and recompute, memory with what is kept."""
 
     tp_speedup: float = 1.0
+    largest: float = math.inf
     timed: list[Plan] = field(default_factory=list)
 
     def trace(self, options: PlanOptions, num_ranks: int, ranks: Any = ()) -> tuple[Plan, list[Any]]:
@@ -38,12 +41,14 @@ class Trials:
 
     def time(self, options: PlanOptions, num_ranks: int) -> tuple[Plan, list[RankTiming]]:
         plan, _ = self.trace(options, num_ranks)
+        if plan.batch.micro_batch > self.largest:
+            raise torch.OutOfMemoryError
         self.timed.append(plan)
         step_s = 8 / num_ranks + 0.1 * plan.batch.accumulation
         step_s *= {"none": 1.0, "selective": 1.1, "full": 1.3}[plan.recompute.mode]
         step_s /= self.tp_speedup if plan.mesh.tp > 1 else 1
         step_s += 0.2 * (plan.mesh.dp_shard > 1) + 0.4 * (plan.mesh.cp > 1)
-        return plan, [RankTiming(rank=0, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=(), peak_bytes=0)]
+        return plan, [RankTiming(rank=0, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=())]
 
 
 def search(
@@ -142,6 +147,12 @@ def test_what_is_set_is_pinned_also_where_it_is_the_default(tmp_path: Path) -> N
     settings = ["plan.tp=1", "plan.global_batch=4", f"plan.file={file}"]
     assert pinned_options(load_config(RunConfig, overrides=settings)) == {"tp", "cp", "recompute"}
     assert pinned_options(load_config(RunConfig, overrides=[])) == set()
+
+
+def test_a_device_that_runs_out_of_memory_ends_no_search() -> None:
+    found, best = search(Trials(largest=2), 100)
+    assert best.plan.batch.micro_batch == 2
+    assert found.candidates[0].refused.startswith("out of memory")
 
 
 def test_no_plan_is_tried_after_its_time() -> None:

@@ -55,7 +55,7 @@ def test_a_rank_alone_exchanges_what_it_does_in_a_job(pool: Pool, tmp_path: Path
     real = pool.run(exchanged, str(tmp_path / "real"), axes, ranks=2)
     timings = trainer(tmp_path / "alone", World(JobSpec(world_size=2)), axes).time_ranks(2, [0, 1])
     for rank, timing in enumerate(timings):
-        assert (timing.rank, timing.peak_bytes) == (rank, 0)
+        assert timing.rank == rank
         assert timing.steps >= 3
         assert timing.step_s > 0
         rows = [
@@ -100,7 +100,7 @@ def link(operation: Any, transport: str, ranks: int, nbytes: int, seconds: float
 
 
 def timing(step_s: float, *groups: GroupTraffic, rank: int = 0) -> RankTiming:
-    return RankTiming(rank=rank, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=groups, peak_bytes=7)
+    return RankTiming(rank=rank, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=groups)
 
 
 def group(axis: str, operation: Any = "all_reduce", transport: str = "gloo", nbytes: int = 1000) -> GroupTraffic:
@@ -131,7 +131,6 @@ def test_the_slowest_rank_and_its_messages_count() -> None:
     assert predicted.work_s == 0.6
     assert predicted.bubble_s == 0
     assert predicted.step_s == pytest.approx(0.6 + 6 * each)
-    assert predicted.peak_bytes == 7
 
 
 @pytest.mark.parametrize(("schedule", "part"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1 / 2), ("zbv", 1 / 6)])

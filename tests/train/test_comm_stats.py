@@ -227,6 +227,7 @@ def counted_twice(world: Any, run_dir: str, plan: dict[str, Any]) -> dict[str, A
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "recording_exposed_time", both)
+        patch.setenv("XDG_CACHE_HOME", f"{run_dir}-cache")  # where no link was measured
         outcome = told(world, run_dir, 100, **plan)
     return {**outcome, "calls": counting.calls}
 

@@ -78,7 +78,7 @@ def auto(
         options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
-        raise SystemExit(subprocess.run(**_search_process(resolved, num_ranks, arguments), check=False).returncode)
+        raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
     if cores := os.environ.get(_AS_A_RANK):
         os.sched_setaffinity(0, map(int, cores.split(",")))
     search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
@@ -110,11 +110,10 @@ def found_settings(resolved: Resolved[RunConfig], config: tuple[str, ...], overr
     """
     num_ranks = max(1, resolved.value.launch.num_processes)
     arguments = [*train_arguments(config, overrides), f"--processes={num_ranks}", "--json"]
-    process = _search_process(resolved, num_ranks, arguments)
-    done = subprocess.run(**process, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise PlanError(*_problems_of(done.stdout))
-    settings: dict[str, Any] = json.loads(done.stdout)["settings"]
+    code, said = _search_as_a_rank(resolved, num_ranks, arguments, stdout=subprocess.PIPE)
+    if code:
+        raise PlanError(*_problems_of(said))
+    settings: dict[str, Any] = json.loads(said)["settings"]
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
@@ -132,14 +131,28 @@ def _problems_of(said: str) -> list[Problem]:
     ]
 
 
-def _search_process(resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``subprocess.run`` for a search in the environment of a rank: its threads, cores and allocator."""
+def _search_as_a_rank(
+    resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str], stdout: int | None = None
+) -> tuple[int, str]:
+    """Search in a process with the threads, cores and allocator of a rank; its exit code, and what it wrote to ``stdout``."""
     from unisono.launch.resources import divide_host
+    from unisono.launch.workers import Reaper
 
     share = divide_host(replace(resolved.value.launch, num_processes=num_ranks))
     cores = "" if share.affinity is None else ",".join(map(str, share.affinity[0]))
     environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: cores}
-    return {"args": module_command("unisono", "plan", "auto", *arguments), "env": environ}
+    command = module_command("unisono", "plan", "auto", *arguments)
+    with (
+        Reaper() as reaper,
+        subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True) as process,
+    ):
+        reaper.watch(process.pid)
+        try:
+            said, _ = process.communicate()
+        finally:
+            process.kill()  # where this process was interrupted
+            reaper.forget(process.pid)
+    return process.returncode if process.returncode >= 0 else 1, said or ""
 
 
 def _search(
@@ -156,7 +169,8 @@ def _search(
     device = find_device(options.device, 0)
     memory_bytes = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
     if not quiet:
-        echo(f"{num_ranks} ranks on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
     with open_trials(resolved) as trials:
         search = FastestPlan(
             trials=trials,

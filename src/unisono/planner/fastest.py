@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Final
+
+import torch
 
 from unisono.config import Resolved
 from unisono.dist import JobSpec
@@ -125,7 +126,8 @@ class FastestPlan:
         changes: list[dict[str, Any]] = [{"micro_batch": 2 * micro}]
         if micro > 1:
             changes.append({"micro_batch": micro // 2})
-        changes += [{"recompute": other} for other in _RECOMPUTE if {mode, other} in map(set, pairwise(_RECOMPUTE))]
+        place = _RECOMPUTE.index(mode)
+        changes += [{"recompute": other} for other in (*_RECOMPUTE[:place][-1:], *_RECOMPUTE[place + 1 :][:1])]
         for change in changes:
             settings = self._differing({**best.settings, **change})
             if self.pinned.isdisjoint(change):
@@ -174,6 +176,10 @@ class FastestPlan:
             plan, timings = self.trials.time(options, self.num_ranks)
         except (PlanError, ConfigError) as error:
             return Candidate(settings=settings, refused=f"not possible: {error.problems[0].given}")
+        except torch.OutOfMemoryError:
+            return Candidate(
+                settings=settings, refused="out of memory: kernels and the allocator need more than tensors"
+            )
         # not within the try: links that were not measured are no reason to pass over a plan
         timed = predict_step(plan, timings, self.links)
         return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed)

@@ -37,14 +37,12 @@ class TimedPlan:
         communication_s: Seconds of messages and sums by axis of the mesh.
         bubble_s: Seconds in which that rank waits for other pipeline stages.
         straggler_s: Seconds by which the slowest of all ranks is later than a usual one, as the times of one rank vary.
-        peak_bytes: Most that a rank's allocator had handed out; 0 on the host.
     """
 
     work_s: float
     communication_s: Mapping[str, float]
     bubble_s: float
     straggler_s: float
-    peak_bytes: int
 
     @property
     def step_s(self) -> float:
@@ -83,7 +81,6 @@ def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) 
         communication_s=communication_s,
         bubble_s=bubble_s,
         straggler_s=_largest_of(plan.mesh.world_size) * slowest.spread_frac * slowest.step_s / _QUARTILES,
-        peak_bytes=max(timing.peak_bytes for timing in timings),
     )
 
 

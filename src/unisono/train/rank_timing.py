@@ -2,7 +2,7 @@
 
 The run's own code is run, in a world of which this process is the only rank (``train.simulated_rank``). Collectives return at
 once, with values that have no meaning; what they would have sent is counted, so that the links' measured speed tells the rest
-(``planner.rank_prediction``).
+(``planner.timed_plan``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class RankTiming:
         steps: Steps that were timed.
         spread_frac: Distance of the quartiles over the median.
         traffic: What the rank exchanges in a step.
-        peak_bytes: What the allocator of the device had handed out at most in these steps; 0 on the host.
     """
 
     rank: int
@@ -62,7 +61,6 @@ class RankTiming:
     steps: int
     spread_frac: float
     traffic: tuple[GroupTraffic, ...]
-    peak_bytes: int
 
 
 def time_ranks(
@@ -117,12 +115,9 @@ def _time_steps(parts: RunParts, budget_s: float) -> RankTiming:
 
     for _ in range(_WARM_UP_STEPS):
         step_s()
-    if adapter.memory(index) is not None:
-        torch.accelerator.reset_peak_memory_stats(index)
     seconds: list[float] = []
     while len(seconds) < _LEAST_STEPS or (sum(seconds) < budget_s and len(seconds) < _MOST_STEPS):
         seconds.append(step_s())
-    memory = adapter.memory(index)
     lower, median, upper = statistics.quantiles(seconds, n=4)
     return RankTiming(
         rank=parts.world.job.rank,
@@ -131,7 +126,6 @@ def _time_steps(parts: RunParts, budget_s: float) -> RankTiming:
         steps=len(seconds),
         spread_frac=(upper - lower) / median,
         traffic=tuple(_traffic_of_a_step(parts, train_step, batch)),
-        peak_bytes=0 if memory is None else memory.peak_bytes,
     )
 
 
