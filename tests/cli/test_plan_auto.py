@@ -97,6 +97,9 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     again = desk.process("train", "--plan=auto", *sets, "--set=run.dir=run", "--set=train.steps=3")
     assert again.code == 0, again.err  # with the plan that the run has
     assert json.loads((desk.folder / "run" / "plan.json").read_text())["mesh"] == plan["mesh"]
+    alone = [setting for setting in sets if "launch." not in setting]
+    fewer = desk.process("train", "--plan=auto", *alone, "--set=run.dir=run", "--set=train.steps=4")
+    assert fewer.code == 0, fewer.err  # that plan is for two ranks
 
 
 def test_a_rank_of_a_job_searches_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,10 @@ def _leave(error: CommError) -> NoReturn:
 
 
 def _searched(config: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
-    """Settings of the fastest plan; of a run that has begun, its own plan. Raises PlanError if none is found."""
+    """Settings of the fastest plan; of a run that has begun, its own plan, if it is for as many ranks.
+
+    Raises PlanError if none is found.
+    """
     from unisono.cli.plan_auto import found_settings
 
     job = job_from_environ(os.environ)
@@ -212,7 +215,10 @@ def _searched(config: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
     resolved = load_run_config(config, overrides)
     begun = Path(resolved.value.run.dir) / PLAN_FILE
     if resolved.value.run.resume != "never" and begun.exists():
-        return [f"plan.file={json.dumps(str(begun.absolute()))}"]
+        from unisono.plan.plan import Plan
+
+        if Plan.load(begun).mesh.world_size == max(1, resolved.value.launch.num_processes):
+            return [f"plan.file={json.dumps(str(begun.absolute()))}"]
     return found_settings(resolved, config, overrides)
 
 
