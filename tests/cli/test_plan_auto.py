@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from commands import Desk
 
+from unisono.cli.plan_auto import _problems_of
+from unisono.dist.interpreter import module_command, module_path
 from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
 
 SMALL = ("model.dim=16", "model.num_heads=2", "data.seq_len=16", "train.steps=2", "train.eval_every_steps=0")
@@ -100,6 +108,45 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     alone = [setting for setting in sets if "launch." not in setting]
     fewer = desk.process("train", "--plan=auto", *alone, "--set=run.dir=run", "--set=train.steps=4")
     assert fewer.code == 0, fewer.err  # that plan is for two ranks
+
+
+def test_a_search_that_says_nothing_has_a_reason_all_the_same() -> None:
+    for said in ("", "{}", "[]", '{"problems": [{}]}', '{"settings": null}'):
+        (problem,) = _problems_of(said)
+        assert problem.given == "train --plan auto, whose search found no plan"
+        assert "unisono plan auto, which shows each plan" in problem.nearest
+
+
+@pytest.mark.full
+def test_a_search_ends_with_the_command_that_started_it(desk: Desk) -> None:
+    """Killed outright, it cannot end the process that tries the ranks; something else does."""
+    sets = [f"--set={setting}" for setting in SMALL]
+    command = module_command("unisono", "plan", "auto", "--processes=2", *sets)
+    environ = {**os.environ, "PYTHONPATH": module_path()}
+    with subprocess.Popen(command, cwd=desk.folder, env=environ, stdout=subprocess.DEVNULL) as started:
+        try:
+            (search,) = waited_for(lambda: searches_of(started.pid))
+            time.sleep(1)  # it is watched a moment after it was started
+            search.suspend()  # so that it comes to no end of its own
+        finally:
+            started.kill()
+    try:
+        waited_for(lambda: not search.is_running() or search.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            search.kill()
+
+
+def searches_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "auto" in child.cmdline()]
+
+
+def waited_for(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    return found
 
 
 def test_a_rank_of_a_job_searches_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
