@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from benchmarks.workload import run_config
 
@@ -124,31 +125,39 @@ def _step_seconds(run: Any, steps: int) -> list[float]:
     return seconds[3:]
 
 
-def predict(part: Sequence[Mapping[str, Any]], changes: Sequence[str], rank: int) -> Iterator[dict[str, Any]]:
-    """What the prediction of each layout says, as the process that times ``rank``."""
-    from unisono.data.options import default_cache_dir
+def time_alone(part: Sequence[Mapping[str, Any]], changes: Sequence[str], rank: int) -> Iterator[dict[str, Any]]:
+    """Times of ``rank`` in each layout, where it is alone."""
     from unisono.dist import JobSpec, World
-    from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
-    from unisono.planner.timed_plan import predict_step
-    from unisono.train.setup import resolve_plan
 
-    links = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
     for layout in part:
         with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
-            settings = settings_of(layout, changes)
-            run, options = trainer(settings, Path(folder), World.alone(JobSpec())), run_config(settings).plan
             begin = time.perf_counter()
-            timings = run.time_ranks(RANKS, [rank])
-            plan = resolve_plan(options, JobSpec(world_size=RANKS))[1]
-            predicted = predict_step(plan, timings, links)
-        yield {
-            "step_s": predicted.step_s,
-            "work_s": predicted.work_s,
-            "communication_s": sum(predicted.communication_s.values()),
-            "bubble_s": predicted.bubble_s,
-            "straggler_s": predicted.straggler_s,
-            "took_s": time.perf_counter() - begin,
-        }
+            (timing,) = trainer(settings_of(layout, changes), Path(folder), World.alone(JobSpec())).time_ranks(
+                RANKS, [rank]
+            )
+        yield {"timing": msgspec.to_builtins(timing), "took_s": time.perf_counter() - begin}
+
+
+def predict(layout: Mapping[str, Any], changes: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the prediction of a layout says, from times of its ranks."""
+    from unisono.data.options import default_cache_dir
+    from unisono.dist import JobSpec
+    from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+    from unisono.planner.timed_plan import predict_step
+    from unisono.train.rank_timing import RankTiming
+    from unisono.train.setup import resolve_plan
+
+    plan = resolve_plan(run_config(settings_of(layout, changes)).plan, JobSpec(world_size=RANKS))[1]
+    timings = [msgspec.convert(answer["timing"], RankTiming, strict=False) for answer in answers]
+    predicted = predict_step(plan, timings, read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE))
+    return {
+        "step_s": predicted.step_s,
+        "work_s": predicted.work_s,
+        "communication_s": sum(predicted.communication_s.values()),
+        "bubble_s": predicted.bubble_s,
+        "straggler_s": predicted.straggler_s,
+        "took_s": max(answer["took_s"] for answer in answers),
+    }
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -158,7 +167,7 @@ def worker(arguments: argparse.Namespace) -> None:
     answers: Iterator[Any] = (
         measure(part, arguments.set, arguments.steps)
         if arguments.worker == "measure"
-        else predict(part, arguments.set, rank)
+        else time_alone(part, arguments.set, rank)
     )
     with open(f"{arguments.out}-{rank}", "w") as file:
         for answer in answers:
@@ -194,7 +203,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=len(layouts()))
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--worker", choices=["measure", "predict"])
+    parser.add_argument("--worker", choices=["measure", "time"])
     parser.add_argument("--out")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=0)
@@ -218,10 +227,10 @@ def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         last = min(first + PART, len(wanted))
         given = [f"--first={first}", f"--last={last}", f"--steps={arguments.steps}"]
         given += [f"--set={change}" for change in arguments.set]
-        predicted, measured = (_by_ranks([*given, f"--worker={kind}"]) for kind in ("predict", "measure"))
-        for layout, *answers in zip(wanted[first:last], *predicted, *measured, strict=True):
-            slower = max(answers[:RANKS], key=lambda answer: answer["step_s"])
-            row = {**layout, "predicted_s": slower["step_s"], "measured_s": max(answers[RANKS:]), "parts": slower}
+        timed, measured = (_by_ranks([*given, f"--worker={kind}"]) for kind in ("time", "measure"))
+        for layout, *answers in zip(wanted[first:last], *timed, *measured, strict=True):
+            parts = predict(layout, arguments.set, answers[:RANKS])
+            row = {**layout, "predicted_s": parts["step_s"], "measured_s": max(answers[RANKS:]), "parts": parts}
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield row
 

@@ -85,7 +85,7 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     stored = Path(json.loads(done.out)["stored_in"])
     assert stored.name == CALIBRATION_FILE
     operations = {rate.operation for rate in read_calibration(stored).links}
-    assert operations == {"all_reduce", "all_reduce_in_step", "send"}
+    assert operations == {"all_reduce", "all_reduce_in_step", "send", "send_in_step"}
     # what is set is not searched, so that it takes less time
     given = ("launch.num_processes=2", "plan.micro_batch=2", "plan.recompute=none", "plan.cp=1", "plan.pp=1")
     sets = [f"--set={setting}" for setting in (*SMALL, *given)]

@@ -76,9 +76,12 @@ def test_the_slowest_of_all_ranks_is_named() -> None:
     assert bench._peer_check(rates[:2], ["a", "a"]).status == "ok"
 
 
-def sizes_in_steps(known: Calibration, transport: str) -> tuple[int, ...]:
-    """Sizes of sums between computations: on a busy machine those above 1 MiB can be left out."""
-    rates = [rate for rate in known.links if rate.operation == "all_reduce_in_step" and rate.transport == transport]
+IN_STEP = (("all_reduce_in_step", "gloo"), ("all_reduce_in_step", "shared memory"), ("send_in_step", "gloo"))
+
+
+def sizes_in_steps(known: Calibration, operation: str, transport: str) -> tuple[int, ...]:
+    """Sizes of exchanges between computations: on a busy machine those above 1 MiB can be left out."""
+    rates = [rate for rate in known.links if (rate.operation, rate.transport) == (operation, transport)]
     sizes = tuple(sorted(rate.nbytes for rate in rates))
     assert len(sizes) >= 3
     assert sizes == STEP_SIZES[: len(sizes)]
@@ -138,9 +141,9 @@ def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool:
     assert {(rate.operation, rate.transport, rate.nbytes) for rate in known.links} == {
         *(("all_reduce", name, size) for name in ("gloo", "shared memory") for size in SMALL["sizes"]),
         *(
-            ("all_reduce_in_step", name, size)
-            for name in ("gloo", "shared memory")
-            for size in sizes_in_steps(known, name)
+            (operation, transport, size)
+            for operation, transport in IN_STEP
+            for size in sizes_in_steps(known, operation, transport)
         ),
         *(("send", "gloo", size) for size in pair_sizes(known)),
     }
@@ -183,7 +186,7 @@ def test_ranks_are_started_and_report(tmp_path: Path, own_places: Path) -> None:
     path = tmp_path / "cache" / "unisono" / "calibration.json"
     assert report.figures["stored_in"] == str(path)
     known = read_calibration(path)
-    in_steps = [size for name in ("gloo", "shared memory") for size in sizes_in_steps(known, name)]
+    in_steps = [size for measured in IN_STEP for size in sizes_in_steps(known, *measured)]
     assert len(known.links) == 6 + len(in_steps) + len(pair_sizes(known))
     assert list(own_places.iterdir()) == []
     assert not (tmp_path / "runs").exists()

@@ -17,9 +17,10 @@ from unisono.errors import ConfigError
 from unisono.measure.calibration import Calibration, LinkRate
 from unisono.parallel.traffic import GroupTraffic
 from unisono.plan.options import PlanOptions
+from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.resolve import derive_plan
 from unisono.planner.timed_plan import predict_step
-from unisono.train.rank_timing import RankTiming
+from unisono.train.rank_timing import PassTime, RankTiming
 
 STEPS = 4
 SIZES = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tied": False}
@@ -58,6 +59,11 @@ def test_a_rank_alone_exchanges_what_it_does_in_a_job(pool: Pool, tmp_path: Path
         assert timing.rank == rank
         assert timing.steps >= 3
         assert timing.step_s > 0
+        kinds = {"1f1b": "FB", "zbv": "FIW"}.get(str(axes.get("schedule", "1f1b")), "") if axes.get("pp") else ""
+        assert sorted((each.kind, each.stage) for each in timing.passes) == sorted(
+            (kind, stage) for kind in kinds for stage in timing.stages
+        )
+        assert all(each.seconds > 0 for each in timing.passes)
         rows = [
             (
                 group.axis,
@@ -114,7 +120,8 @@ LINKS = Calibration(
         link("all_reduce_in_step", "gloo", 2, 4, 0.001),
         link("all_reduce_in_step", "gloo", 2, 1004, 0.003),
         link("all_reduce", "gloo", 2, 4, 0.0001),  # between idle ranks: for sums that are not in a step
-        link("send", "gloo", 2, 1000, 0.002),
+        link("send", "gloo", 2, 1000, 0.0002),  # between idle ranks
+        link("send_in_step", "gloo", 2, 1000, 0.002),
     ]
 )
 
@@ -133,13 +140,43 @@ def test_the_slowest_rank_and_its_messages_count() -> None:
     assert predicted.step_s == pytest.approx(0.6 + 6 * each)
 
 
-@pytest.mark.parametrize(("schedule", "part"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1 / 2), ("zbv", 1 / 6)])
-def test_stages_wait_for_each_other(schedule: Any, part: float) -> None:
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 1 / 2), ("zbv", 1 / 6)])
+def test_stages_wait_for_each_other(schedule: Any, passes: float) -> None:
+    """Of equal stages, as long as the published bubbles: the part of a rank's work on one micro-batch (Narayanan et al. 2021,
+    section 2.2; Qi et al. 2024, arXiv 2401.10241)."""
     given = plan(pp=2, schedule=schedule, global_batch=8, micro_batch=2)
-    predicted = predict_step(given, [timing(0.8, group("pp", "send"))], LINKS)
     assert given.batch.accumulation == 4
-    assert predicted.bubble_s == pytest.approx(part * 0.8 / 4)
-    assert predicted.communication_s == pytest.approx({"pp": 3 * 0.002})
+    chunks = given.stages_per_rank
+    timings = [
+        replace(
+            timing(4 * 0.6 + 0.1, rank=rank),
+            passes=tuple(
+                PassTime(kind, stage, seconds / chunks)
+                for stage in range(2 * chunks)
+                for kind, seconds in (("F", 0.2), ("B", 0.4), ("I", 0.2), ("W", 0.2))
+                if (kind in "FIW" if schedule == "zbv" else kind in "FB")
+                and stage in {stage_index(schedule, 2, rank, chunk) for chunk in range(chunks)}
+            ),
+        )
+        for rank in range(2)
+    ]
+    predicted = predict_step(given, timings, LINKS)
+    assert predicted.bubble_s == pytest.approx(passes * 0.6)
+    assert predicted.step_s == pytest.approx(4 * 0.6 + 0.1 + passes * 0.6)
+    assert [len(row) for row in predicted.timeline] == [4 * chunks * (3 if schedule == "zbv" else 2)] * 2
+
+
+def test_a_stage_waits_for_messages_and_for_a_slower_stage() -> None:
+    given = plan(pp=2, schedule="1f1b", global_batch=8, micro_batch=2)
+    timings = [
+        replace(timing(4 * 0.3, group("pp", "send")), passes=(PassTime("F", 0, 0.1), PassTime("B", 0, 0.2))),
+        replace(timing(4 * 0.6, group("pp", "send"), rank=1), passes=(PassTime("F", 1, 0.2), PassTime("B", 1, 0.4))),
+    ]
+    predicted = predict_step(given, timings, LINKS)
+    assert predicted.communication_s == {}
+    # the slower stage waits for the first hidden state; the other one makes the last backward pass when all is over
+    assert predicted.bubble_s == pytest.approx(0.1 + 0.2 + 2 * 0.002)
+    assert predicted.step_s == pytest.approx(4 * 0.6 + 0.1 + 0.2 + 2 * 0.002)
 
 
 def test_more_ranks_wait_for_a_slower_one() -> None:

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ from unisono.measure.calibration import (
     read_calibration,
 )
 from unisono.measure.ceiling import QUIET_SPREAD_FRAC, baseline_dtype, matmul_key, time_matmul
-from unisono.measure.links import SIZES, probe_all_reduce, probe_in_step, probe_pairs
+from unisono.measure.links import SIZES, probe_all_reduce, probe_in_step, probe_pairs, ring_exchange
 from unisono.measure.storage import probe_storage
 from unisono.storage.files import os_reason
 
@@ -125,9 +126,10 @@ def _links(
 
     def probe(reduce: Callable[[torch.Tensor], object], transport: str) -> list[LinkRate]:
         idle = probe_all_reduce(world, reduce, transport=transport, sizes=sizes, **given)
-        return [*idle, *probe_in_step(world, reduce, transport=transport, **given)]
+        return [*idle, *probe_in_step(world, reduce, operation="all_reduce_in_step", transport=transport, **given)]
 
     rates = probe(by_torch, backend)
+    rates += probe_in_step(world, partial(ring_exchange, world), operation="send_in_step", transport=backend, **given)
     if device.type == "cpu":
         with suppress(ConfigError):  # several hosts, or another system: gradients go over the backend
             memory = SharedMemoryAllReduce(world)

@@ -33,7 +33,7 @@ _MAX_BYTES: Final = 1 << 22
 _MAX_ENTRIES: Final = 256  # of each kind, the newest
 _MAX_NUMBER: Final = 1e18
 
-Operation = Literal["all_reduce", "all_reduce_in_step", "send"]
+Operation = Literal["all_reduce", "all_reduce_in_step", "send", "send_in_step"]
 T = TypeVar("T")
 
 
@@ -63,8 +63,8 @@ class LinkRate:
     """Time of one message size between ranks.
 
     Attributes:
-        operation: ``all_reduce`` of all ranks; ``all_reduce_in_step``, what one adds to ranks that compute between them; or
-            ``send`` between the slowest pair of them.
+        operation: ``all_reduce`` of all ranks, or ``send`` between the slowest pair of them; with ``_in_step``, what a sum, or a
+            message to the next rank, adds to ranks that compute between them.
         transport: ``gloo``, ``nccl`` or another backend of torch, or ``shared memory``.
         ranks: Number of ranks that took part in the job.
         hosts: Names of their hosts, sorted.
@@ -151,42 +151,25 @@ class Calibration:
         return next((rate for rate in self.storage if rate.key == like.key), None)
 
     def all_reduce_s(
-        self,
-        nbytes: int,
-        *,
-        transport: str,
-        ranks: int,
-        host: str,
-        num_hosts: int,
-        operation: Operation = "all_reduce",
+        self, nbytes: int, *, transport: str, ranks: int, host: str, num_hosts: int, in_step: bool = False
     ) -> float | None:
         """Seconds of a sum of ``nbytes`` over ``ranks`` ranks on ``num_hosts`` hosts, of which ``host`` is one.
 
-        Between two measured sizes it is interpolated, above the largest one the time grows with the bytes. A size that was
-        measured as slower than a larger one was disturbed, and takes the larger one's time. None where nothing like it was
-        measured.
+        ``in_step``: what it adds to ranks that compute between sums. None where nothing like it was measured.
         """
-        measured = sorted(
-            (rate.nbytes, rate.seconds)
-            for rate in self._like(operation, transport, host, num_hosts)
-            if rate.ranks == ranks
-        )
-        points = [(size, min(seconds for _, seconds in measured[index:])) for index, (size, _) in enumerate(measured)]
-        if not points:
-            return None
-        if nbytes <= points[0][0]:
-            return points[0][1]
-        for (low, low_s), (high, high_s) in pairwise(points):
-            if nbytes <= high:
-                return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
-        return points[-1][1] * nbytes / points[-1][0]
+        rates = self._like("all_reduce_in_step" if in_step else "all_reduce", transport, host, num_hosts)
+        return _interpolated([rate for rate in rates if rate.ranks == ranks], nbytes)
 
-    def send_s(self, nbytes: int, *, transport: str, host: str, num_hosts: int) -> float | None:
+    def send_s(self, nbytes: int, *, transport: str, host: str, num_hosts: int, in_step: bool = False) -> float | None:
         """Seconds of a message of ``nbytes`` between two ranks of ``num_hosts`` hosts, of which ``host`` is one.
 
-        The slowest pair counts, of the job with the fewest ranks, with its largest message; a message takes at least as long as
-        the smallest sum of that job. None where no pair was measured.
+        Of the job with the fewest ranks, the slowest pair counts, with its largest message; a message takes at least as long as
+        the smallest sum of that job. ``in_step``: what it adds to ranks that compute between messages, where that was measured.
+        None where nothing was.
         """
+        if in_step and (found := self._like("send_in_step", transport, host, num_hosts)):
+            fewest = min(rate.ranks for rate in found)
+            return _interpolated([rate for rate in found if rate.ranks == fewest], nbytes)
         found = self._like("send", transport, host, num_hosts)
         if not found:
             return None
@@ -201,6 +184,23 @@ class Calibration:
             if (rate.operation, rate.transport, len(rate.hosts)) == (operation, transport, num_hosts)
             and host in rate.hosts
         ]
+
+
+def _interpolated(rates: Sequence[LinkRate], nbytes: int) -> float | None:
+    """Seconds of ``nbytes``: between two measured sizes interpolated, above the largest one growing with the bytes.
+
+    A size that was measured as slower than a larger one was disturbed, and takes the larger one's time.
+    """
+    measured = sorted((rate.nbytes, rate.seconds) for rate in rates)
+    points = [(size, min(seconds for _, seconds in measured[index:])) for index, (size, _) in enumerate(measured)]
+    if not points:
+        return None
+    if nbytes <= points[0][0]:
+        return points[0][1]
+    for (low, low_s), (high, high_s) in pairwise(points):
+        if nbytes <= high:
+            return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
+    return points[-1][1] * nbytes / points[-1][0]
 
 
 def read_calibration(path: Path | None) -> Calibration:

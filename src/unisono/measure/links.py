@@ -10,14 +10,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from unisono.device.torch_adapters import adapter_of
 from unisono.dist import World
-from unisono.measure.calibration import LinkRate
+from unisono.measure.calibration import LinkRate, Operation
 
 SIZES: Final = (4, 64 << 10, 8 << 20, 64 << 20)  # of a sum, in bytes; the first shows the latency
 PAIR_SIZES: Final = (64 << 10, 512 << 10, 4 << 20)  # of a message between two ranks, in bytes
@@ -67,74 +67,87 @@ def probe_all_reduce(
         first_s = _rounds(world, go, 1)[0]
         count = max(_ROUNDS[0], min(_ROUNDS[1], int(budget_s / max(first_s, 1e-9))))
         median_s, spread_frac = _middle(_rounds(world, go, count))
-        rates.append(
-            LinkRate(
-                operation="all_reduce",
-                transport=transport,
-                ranks=world.world_size,
-                hosts=tuple(sorted(set(hosts))),
-                nbytes=nbytes,
-                seconds=median_s,
-                spread_frac=spread_frac,
-                at_s=time.time(),
-                torch=torch.__version__,
-            )
-        )
+        measured: dict[str, Any] = {"nbytes": nbytes, "seconds": median_s, "spread_frac": spread_frac}
+        rates.append(_rate(world, "all_reduce", transport, hosts, **measured))
     return rates
 
 
 def probe_in_step(
     world: World,
-    reduce: Callable[[torch.Tensor], object],
+    exchange: Callable[[torch.Tensor], object],
     *,
+    operation: Operation,
     transport: str,
     hosts: Sequence[str],
     device: torch.device,
     sizes: Sequence[int] = STEP_SIZES,
     budget_s: float = 1.0,
 ) -> list[LinkRate]:
-    """Time what a sum over all ranks adds to ranks that compute between sums, as those of a step do.
+    """Time what ``exchange``, of all ranks, adds to ranks that compute between exchanges, as those of a step do.
 
-    It is more than a sum takes between idle ranks: the ranks come at different times, a thread that waits has to be woken, and
-    the tensors are in no cache. Arguments as of ``probe_all_reduce``; ``budget_s`` is for each size, and at least three blocks of
-    ten sums are made.
+    It is more than between idle ranks: the ranks come at different times, a thread that waits has to be woken, and the tensors
+    are in no cache.
+
+    Args:
+        world: The job.
+        exchange: A sum over all ranks, or messages to the next rank (``ring_exchange``).
+        operation: What rates are named.
+        transport: Its name.
+        hosts: Names of all ranks' hosts.
+        device: Where the tensors are.
+        sizes: Bytes of a message.
+        budget_s: Seconds for each size; at least three blocks of ten exchanges are made.
     """
     rates: list[LinkRate] = []
     work = _work(device)
     for nbytes in sizes:
         tensor = torch.zeros(max(1, nbytes // 4), device=device)
 
-        def block(reduces: bool, tensor: torch.Tensor = tensor) -> float:
+        def block(exchanges: bool, tensor: torch.Tensor = tensor) -> float:
             world.barrier()
             begin = time.perf_counter()
             for _ in range(_BLOCK):
                 work()
-                if reduces:
-                    reduce(tensor)
+                if exchanges:
+                    exchange(tensor)
             _wait(device)
             return _slowest(world, [time.perf_counter() - begin])[0] / _BLOCK
 
-        first_s = block(reduces=True)
+        first_s = block(exchanges=True)
         if rates and first_s * _BLOCK > 2 * budget_s and nbytes > 1 << 20:
             break
         count = max(_ROUNDS_IN_STEP[0], min(_ROUNDS_IN_STEP[1], int(budget_s / (2 * _BLOCK * first_s))))
-        added = [block(reduces=True) - block(reduces=False) for _ in range(count)]
+        added = [block(exchanges=True) - block(exchanges=False) for _ in range(count)]
         median_s = max(statistics.median(added), _LEAST_S)
         lower_s, _, upper_s = statistics.quantiles(added, n=4)
-        rates.append(
-            LinkRate(
-                operation="all_reduce_in_step",
-                transport=transport,
-                ranks=world.world_size,
-                hosts=tuple(sorted(set(hosts))),
-                nbytes=nbytes,
-                seconds=median_s,
-                spread_frac=max(0.0, upper_s - lower_s) / median_s,
-                at_s=time.time(),
-                torch=torch.__version__,
-            )
-        )
+        spread_frac = max(0.0, upper_s - lower_s) / median_s
+        measured: dict[str, Any] = {"nbytes": nbytes, "seconds": median_s, "spread_frac": spread_frac}
+        rates.append(_rate(world, operation, transport, hosts, **measured))
     return rates
+
+
+def _rate(world: World, operation: Operation, transport: str, hosts: Sequence[str], **measured: Any) -> LinkRate:
+    return LinkRate(
+        operation=operation,
+        transport=transport,
+        ranks=world.world_size,
+        hosts=tuple(sorted(set(hosts))),
+        at_s=time.time(),
+        torch=torch.__version__,
+        **measured,
+    )
+
+
+def ring_exchange(world: World, tensor: torch.Tensor) -> None:
+    """Send ``tensor`` to the next rank, and receive one like it from the rank before: on two ranks, as pipeline stages do."""
+    received = torch.empty_like(tensor)
+    following, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    operations = [
+        dist.P2POp(dist.isend, tensor, following, world.group),
+        dist.P2POp(dist.irecv, received, before, world.group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 def _work(device: torch.device) -> Callable[[], None]:
@@ -214,20 +227,12 @@ def _pair_rates(
     """Rates of the pairs of all ranks, the slowest first; ``mine`` has pair, median seconds and spread of those of this rank."""
     found = [row for rows in world.all_gather_json(mine) for row in rows]
     rates = [
-        LinkRate(
-            operation="send",
-            transport=transport,
-            ranks=world.world_size,
-            hosts=tuple(sorted(set(hosts))),
-            nbytes=nbytes,
-            seconds=seconds,
-            spread_frac=spread_frac,
-            at_s=time.time(),
-            torch=torch.__version__,
-            pair=(first, second),
+        _rate(
+            world, "send", transport, hosts,
+            nbytes=nbytes, seconds=seconds, spread_frac=spread_frac, pair=(first, second),
         )
         for first, second, seconds, spread_frac in found
-    ]
+    ]  # fmt: skip
     return sorted(rates, key=lambda rate: -rate.seconds)
 
 

@@ -1,10 +1,10 @@
 """The step time of a plan, from times of its ranks on one device and the measured speed of the links between them.
 
-    step = a rank's own work + messages and sums, one after the other + waiting for other stages and for the slowest rank
+    step = a rank's own work + sums, one after the other + waiting for other stages and for the slowest rank
 
 The ranks' own work is timed (``train.rank_timing``). What they exchange is counted, and takes as long as messages of that size
 were measured to add to ranks that compute (``unisono plan calibrate``). Nothing is taken to overlap: on one host, what
-communicates also computes.
+communicates also computes. What a rank waits for other stages follows from the order of passes and the time of each of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Final
 
 from unisono.errors import ConfigError
 from unisono.measure.calibration import Calibration
+from unisono.parallel.traffic import GroupTraffic
+from unisono.plan.pipeline_schedule import Kind, schedule_order
 from unisono.plan.plan import Plan
+from unisono.planner.pipeline_timeline import TimedPass, end_s, pipeline_timeline
 from unisono.train.comm_stats import expected_seconds
 from unisono.train.rank_timing import RankTiming
 
-# For each stage before or behind, the part of a rank's work on one micro-batch for which it waits: all of it where a rank has one
-# stage; half where it has two; and where gradients of weights fill the gaps, half of a forward pass, which is a third
-# (Narayanan et al. 2021, section 2.2; Qi et al. 2024, arXiv 2401.10241).
-_BUBBLE: Final[Mapping[str, float]] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zbv": 1 / 6}
 _QUARTILES: Final = 1.349  # distance of the quartiles of a normal distribution, in standard deviations
 
 
@@ -34,15 +33,17 @@ class TimedPlan:
 
     Attributes:
         work_s: Seconds of the rank whose own work takes longest.
-        communication_s: Seconds of messages and sums by axis of the mesh.
-        bubble_s: Seconds in which that rank waits for other pipeline stages.
+        communication_s: Seconds of sums by axis of the mesh.
+        bubble_s: Seconds in which that rank waits for other pipeline stages and their messages.
         straggler_s: Seconds by which the slowest of all ranks is later than a usual one, as the times of one rank vary.
+        timeline: The passes of each rank of a pipeline; none without one.
     """
 
     work_s: float
     communication_s: Mapping[str, float]
     bubble_s: float
     straggler_s: float
+    timeline: Sequence[Sequence[TimedPass]] = ()
 
     @property
     def step_s(self) -> float:
@@ -63,25 +64,44 @@ def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) 
     """
     slowest = max(timings, key=lambda timing: timing.step_s)
     communication_s: dict[str, float] = {}
+    message_s = 0.0
     for group in slowest.traffic:
-        seconds = expected_seconds(group, links, socket.gethostname(), operation="all_reduce_in_step")
-        if seconds is None:
-            raise ConfigError(
-                given=f"a plan whose {group.ranks} ranks exchange bytes over {group.transport}",
-                rule="the time of messages follows from what the link was measured to do",
-                consequence="no step time was predicted",
-                nearest=f"unisono plan calibrate --processes {group.ranks}, once on this machine",
-            )
-        communication_s[group.axis] = communication_s.get(group.axis, 0.0) + seconds
-    stages = plan.mesh.pp
-    each_s = slowest.step_s / plan.batch.accumulation
-    bubble_s = _BUBBLE[plan.pipeline.schedule] * (stages - 1) * each_s if stages > 1 else 0.0
+        seconds = _seconds_of(group, links)
+        if group.operation == "send":
+            message_s = max(message_s, seconds / sum(messages.count for messages in group.messages.values()))
+        else:
+            communication_s[group.axis] = communication_s.get(group.axis, 0.0) + seconds
+    timeline = _timeline(plan, timings, message_s) if plan.mesh.pp > 1 else []
+    own_s = sum(passes.seconds for passes in slowest.passes) * plan.batch.accumulation
     return TimedPlan(
         work_s=slowest.step_s,
         communication_s=communication_s,
-        bubble_s=bubble_s,
+        bubble_s=max(0.0, end_s(timeline) - own_s),
         straggler_s=_largest_of(plan.mesh.world_size) * slowest.spread_frac * slowest.step_s / _QUARTILES,
+        timeline=timeline,
     )
+
+
+def _seconds_of(group: GroupTraffic, links: Calibration) -> float:
+    seconds = expected_seconds(group, links, socket.gethostname(), in_step=True)
+    if seconds is None:
+        raise ConfigError(
+            given=f"a plan whose {group.ranks} ranks exchange bytes over {group.transport}",
+            rule="the time of messages follows from what the link was measured to do",
+            consequence="no step time was predicted",
+            nearest=f"unisono plan calibrate --processes {group.ranks}, once on this machine",
+        )
+    return seconds
+
+
+def _timeline(plan: Plan, timings: Sequence[RankTiming], message_s: float) -> list[list[TimedPass]]:
+    """The passes of a rank of each place in the pipeline."""
+    seconds: dict[tuple[Kind, int], float] = {}
+    for timing in timings:
+        for kind, stage, taken in timing.passes:
+            seconds[kind, stage] = max(taken, seconds.get((kind, stage), 0.0))
+    order = schedule_order(plan.pipeline.schedule, plan.mesh.pp, plan.stages_per_rank, plan.batch.accumulation)
+    return pipeline_timeline(order, seconds, message_s=message_s)
 
 
 def _largest_of(count: int) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from unisono.measure.calibration import SHARED_MEMORY, Calibration, Operation
+from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
 from unisono.observe.link_events import read_axes, uses_by_axis
 from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, all_reduce_wire_bytes, merged
@@ -185,16 +185,14 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
     return row
 
 
-def expected_seconds(
-    group: GroupTraffic, measured: Calibration, host: str, *, operation: Operation = "all_reduce"
-) -> float | None:
+def expected_seconds(group: GroupTraffic, measured: Calibration, host: str, *, in_step: bool = False) -> float | None:
     """Seconds that the traffic of ``group`` takes, one message after the other; None where nothing comparable was measured.
 
-    Collectives take as long as sums did in ``operation``.
+    Collectives take as long as sums do; ``in_step``, as sums and messages add to ranks that compute between them.
     """
     total = 0.0
     for messages in group.messages.values():
-        seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host, operation)
+        seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host, in_step=in_step)
         if seconds is None:
             return None
         total += messages.count * seconds
@@ -202,12 +200,12 @@ def expected_seconds(
 
 
 def _seconds_of(
-    group: GroupTraffic, nbytes: int, measured: Calibration, host: str, operation: Operation = "all_reduce"
+    group: GroupTraffic, nbytes: int, measured: Calibration, host: str, *, in_step: bool = False
 ) -> float | None:
-    where: Any = {"transport": group.transport, "host": host, "num_hosts": group.hosts}
+    where: Any = {"transport": group.transport, "host": host, "num_hosts": group.hosts, "in_step": in_step}
     if group.operation == "send":
         return measured.send_s(nbytes, **where)
-    return measured.all_reduce_s(nbytes, ranks=group.ranks, operation=operation, **where)
+    return measured.all_reduce_s(nbytes, ranks=group.ranks, **where)
 
 
 class GradientTraffic:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from unisono.data.loading.loader import StepBatch, to_device
 from unisono.device.torch_adapters import adapter_of
 from unisono.parallel.timed_collectives import recording_exposed_time
 from unisono.parallel.traffic import GroupTraffic
+from unisono.plan.pipeline_schedule import Kind
 from unisono.train.dry_run import plan_of_ranks, ranks_that_show, ranks_to_trace, trace_places
 from unisono.train.gradient_sync import build_comm_stats
 from unisono.train.loop_assembly import build_train_step
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from unisono.parallel.pipeline.executor import HiddenStates
     from unisono.plan.options import PlanOptions
+    from unisono.plan.pipeline_schedule import Action
     from unisono.plan.plan import Plan
     from unisono.train.assembly import RunInputs, RunParts
 
@@ -40,6 +43,14 @@ if TYPE_CHECKING:
 _WARM_UP_STEPS: Final = 2
 _LEAST_STEPS: Final = 3
 _MOST_STEPS: Final = 50
+
+
+class PassTime(NamedTuple):
+    """Seconds that one micro-batch takes in a kind of pass of a pipeline stage, the median. Of kind F, B, I or W (``Action``)."""
+
+    kind: Kind
+    stage: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +64,7 @@ class RankTiming:
         steps: Steps that were timed.
         spread_frac: Distance of the quartiles over the median.
         traffic: What the rank exchanges in a step.
+        passes: Times of its passes; none without a pipeline.
     """
 
     rank: int
@@ -61,6 +73,7 @@ class RankTiming:
     steps: int
     spread_frac: float
     traffic: tuple[GroupTraffic, ...]
+    passes: tuple[PassTime, ...] = ()
 
 
 def time_ranks(
@@ -126,7 +139,31 @@ def _time_steps(parts: RunParts, budget_s: float) -> RankTiming:
         steps=len(seconds),
         spread_frac=(upper - lower) / median,
         traffic=tuple(_traffic_of_a_step(parts, train_step, batch)),
+        passes=tuple(_times_of_passes(parts, train_step, batch)),
     )
+
+
+def _times_of_passes(parts: RunParts, train_step: TrainStep, batch: StepBatch) -> Iterator[PassTime]:
+    """In steps of their own, as an accelerator must be waited for before and after each pass."""
+    pipeline = train_step.forward_backward.pipeline
+    if pipeline is None:
+        return
+    adapter, index = adapter_of(parts.device)
+    seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+
+    @contextmanager
+    def timed(action: Action) -> Generator[None]:
+        adapter.synchronize(index)
+        begin = time.perf_counter()
+        yield
+        adapter.synchronize(index)
+        seconds[action.kind, action.stage].append(time.perf_counter() - begin)
+
+    pipeline.around_pass = timed
+    for _ in range(_LEAST_STEPS):
+        train_step.run(batch)
+    for (kind, stage), taken in sorted(seconds.items()):
+        yield PassTime(kind, stage, statistics.median(taken))
 
 
 def _traffic_of_a_step(parts: RunParts, train_step: TrainStep, batch: StepBatch) -> list[GroupTraffic]:

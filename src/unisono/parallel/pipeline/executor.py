@@ -9,7 +9,7 @@ each shape on a link; gradients have the shapes of their hidden states.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ class UnknownHiddenState(Exception):
 class PipelineExecutor:
     """One rank's part of the pipeline. All ranks create it together, before other code wraps the layers of the blocks.
 
-    ``hidden_states`` are shapes and dtypes that stages have received or passed on.
+    ``hidden_states`` are shapes and dtypes that stages have received or passed on. ``around_pass`` gives a context for each pass
+    of a step, in which also its messages are sent and received.
     """
 
     def __init__(self, stages: PipelineStages, dims: ParallelDims, device: torch.device) -> None:
@@ -56,6 +57,7 @@ class PipelineExecutor:
         self._rank_of_stage = [rank_of[stage] for stage in range(stages.num_stages)]
         self._connect(dims)
         self.hidden_states: HiddenStates = {}
+        self.around_pass: Callable[[Action], AbstractContextManager[Any]] = _plain
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
         self._local: dict[Action, Tensor] = {}  # results that another stage of this rank receives
@@ -117,17 +119,18 @@ class PipelineExecutor:
                 if number == last[action.stage] and self._weights is None:
                     before_last_backward(None if number == max(last.values()) else self._stages.blocks_of(action.stage))
                 micro = micros[action.micro]
-                if action.kind == "F":
-                    self._forward(action, micros, forward, loss, around("forward", micro))
-                elif action.kind == "B":
-                    self._backward(action, around("backward", micro))
-                elif action.kind == "W":
-                    with around("backward", micro):
-                        WeightGradients.accumulate(pending.pop(action[1:]))
-                else:
-                    assert self._weights is not None
-                    with self._weights.collect() as pending[action[1:]]:
+                with self.around_pass(action):
+                    if action.kind == "F":
+                        self._forward(action, micros, forward, loss, around("forward", micro))
+                    elif action.kind == "B":
                         self._backward(action, around("backward", micro))
+                    elif action.kind == "W":
+                        with around("backward", micro):
+                            WeightGradients.accumulate(pending.pop(action[1:]))
+                    else:
+                        assert self._weights is not None
+                        with self._weights.collect() as pending[action[1:]]:
+                            self._backward(action, around("backward", micro))
             self._finish_sending()
         finally:
             self._forget()
@@ -302,6 +305,10 @@ class PipelineExecutor:
     def _irecv(self, tensor: Tensor, sender: int, receiver: int) -> Any:
         peer = self._peers[self._rank_of_stage[sender]]
         return dist.irecv(tensor, peer, group=self._groups[_link(sender, receiver)])
+
+
+def _plain(action: Action) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def _link(sender: int, receiver: int) -> str:

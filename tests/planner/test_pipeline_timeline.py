@@ -1,0 +1,72 @@
+"""Timelines of pipeline schedules: legal, as early as can be, and with the published bubbles."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from unisono.plan.pipeline_schedule import Action, Kind, schedule_order, stage_index
+from unisono.planner.pipeline_timeline import end_s, pipeline_timeline
+
+SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# published bubbles of equal stages, in forward passes of a whole rank: (p - 1)(F + B), divided by the stages of each rank where
+# they alternate; (p - 1) F / v where gradients of weights fill the gaps
+CASES: list[tuple[Any, int, int, int, float]] = [
+    ("gpipe", 4, 1, 8, 9.0),
+    ("1f1b", 4, 1, 8, 9.0),
+    ("1f1b", 2, 1, 3, 3.0),
+    ("interleaved", 4, 2, 8, 4.5),
+    ("interleaved", 4, 4, 8, 2.25),
+    ("interleaved", 2, 2, 4, 1.5),
+    ("zbv", 4, 2, 8, 1.5),
+    ("zbv", 2, 2, 4, 0.5),
+]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "chunks", "micro_batches", "bubble"), CASES)
+def test_the_bubbles_are_the_published_ones(
+    schedule: Any, pp: int, chunks: int, micro_batches: int, bubble: float
+) -> None:
+    order = schedule_order(schedule, pp, chunks, micro_batches)
+    seconds = {(kind, stage): each / chunks for kind, each in SECONDS.items() for stage in range(pp * chunks)}
+    timeline = pipeline_timeline(order, seconds)
+    assert end_s(timeline) == pytest.approx(3 * micro_batches + bubble)
+
+
+@pytest.mark.parametrize(("schedule", "pp", "chunks", "micro_batches", "bubble"), CASES)
+def test_no_pass_begins_before_what_it_needs(
+    schedule: Any, pp: int, chunks: int, micro_batches: int, bubble: float
+) -> None:
+    order = schedule_order(schedule, pp, chunks, micro_batches)
+    # uneven stages, and messages that take time
+    seconds = {(kind, stage): each * (1 + stage % 3) for kind, each in SECONDS.items() for stage in range(pp * chunks)}
+    timeline = pipeline_timeline(order, seconds, message_s=0.25)
+    rank_of = {stage_index(schedule, pp, rank, chunk): rank for rank in range(pp) for chunk in range(chunks)}
+    ends = {
+        ("B" if each.action.kind == "I" else each.action.kind, *each.action[1:]): each.end_s
+        for row in timeline
+        for each in row
+    }
+    for rank, row in enumerate(timeline):
+        assert [each.action for each in row] == list(order[rank])
+        assert all(earlier.end_s <= later.begin_s for earlier, later in pairwise(row))
+        free = 0.0
+        for (kind, stage, micro), begin, end in row:
+            assert end - begin == pytest.approx(seconds[kind, stage])
+            needs = {"F": [("F", stage - 1)], "W": [("B", stage)]}.get(kind, [("F", stage), ("B", stage + 1)])
+            arrivals = [
+                ends[(*need, micro)] + (0.25 if rank_of[need[1]] != rank else 0.0)
+                for need in needs
+                if 0 <= need[1] < pp * chunks
+            ]
+            # as early as can be
+            assert begin == pytest.approx(max([free, *arrivals]))
+            free = end
+
+
+def test_an_order_that_cannot_be_run_is_an_error() -> None:
+    order = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
+    with pytest.raises(ValueError, match="wait for later ones"):
+        pipeline_timeline(order, {(kind, stage): 1.0 for kind in ("F", "B") for stage in (0, 1)})
