@@ -19,7 +19,14 @@ from unisono.cli.plan_auto import _problems_of
 from unisono.dist.interpreter import module_command, module_path
 from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
 
-SMALL = ("model.dim=16", "model.num_heads=2", "data.seq_len=16", "train.steps=2", "train.eval_every_steps=0")
+SMALL = (
+    "plan.compile=off",
+    "model.dim=16",
+    "model.num_heads=2",
+    "data.seq_len=16",
+    "train.steps=2",
+    "train.eval_every_steps=0",
+)
 
 
 @pytest.fixture
@@ -37,23 +44,45 @@ def auto(desk: Desk, *arguments: str, settings: tuple[str, ...] = (), code: int 
 
 @pytest.mark.usefixtures("here")
 def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
-    shown = auto(desk, "--apply=fast.toml", settings=("plan.recompute=none",)).out.splitlines()
+    shown = auto(desk, "--apply=fast.toml", "--report=why.html", settings=("plan.recompute=none",)).out.splitlines()
     assert shown[0].startswith("1 rank on cpu; tensors of a rank may take")
     assert shown[1].startswith("  as configured: ")
-    assert shown[-3].startswith("fastest: ")
-    assert shown[-2] == "kept as given: plan.recompute"
+    (verdict,) = [line for line in shown if line.startswith("fastest: ")]
+    changed = shown[shown.index(verdict) + 1 : -2]
+    assert changed[0] == "with one setting changed:"
+    assert any(line.startswith("  micro_batch=") for line in changed)
+    assert shown[-2] == "kept as given: plan.compile, plan.recompute"
     assert shown[-1].endswith("fast.toml")
     assert desk.here("config", "show", "fast.toml").code == 0
+    page = (desk.folder / "why.html").read_text()
+    assert "The fastest plan of 1 rank" in page
+    assert all(line.split(":")[0].strip() in page for line in changed[1:] if not line.startswith("with "))
 
 
 @pytest.mark.usefixtures("here")
 def test_pinned_settings_stay_and_each_plan_has_a_time_or_a_reason(desk: Desk) -> None:
     outcome = json.loads(auto(desk, "--json", settings=("plan.micro_batch=4", "plan.recompute=full")).out)
-    assert outcome["pinned"] == ["micro_batch", "recompute"]
+    assert outcome["pinned"] == ["compile", "micro_batch", "recompute"]
+    assert set(outcome["sources"]) == {"peak_bytes", "work_s", "communication_s", "bubble_s", "straggler_s"}
+    assert outcome["neighbours"] == outcome["flips"] == []
     assert outcome["settings"] == {}
     (candidate,) = outcome["candidates"]
     assert candidate["step_s"] == candidate["work_s"] + candidate["straggler_s"] + candidate["bubble_s"]
     assert candidate["refused"] is None
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("here")
+def test_the_fastest_is_compiled_where_that_pays(desk: Desk) -> None:
+    given = ("plan.recompute=none", "plan.micro_batch=2")
+    sets = [f"--set={setting}" for setting in (*SMALL[1:], *given)]
+    outcome = desk.here("plan", "auto", "--json", *sets)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    configured, compiled = found["candidates"]
+    assert (configured["settings"], compiled["settings"]) == ({}, {"plan.compile": "regional"})
+    pays = compiled["step_s"] * 1.01 < configured["step_s"]
+    assert found["settings"] == (compiled["settings"] if pays else {})
 
 
 @pytest.mark.usefixtures("here")

@@ -16,10 +16,11 @@ from unisono.dist import JobSpec
 from unisono.errors import PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
+from unisono.plan.pipeline_schedule import Kind, stage_index
 from unisono.plan.plan import Plan
 from unisono.planner.fastest import FastestPlan, changes_in_words, pinned_options
 from unisono.train.config import RunConfig
-from unisono.train.rank_timing import RankTiming
+from unisono.train.rank_timing import PassTime, RankTiming
 from unisono.train.setup import resolve_plan
 
 GIB = 2**30
@@ -30,6 +31,8 @@ class Trials:
     """A machine on which the work of a plan is known: it grows with passes and recompute, memory with what is kept."""
 
     tp_speedup: float = 1.0
+    ep_speedup: float = 1.0
+    compile_speedup: float = 1.0
     largest: float = math.inf
     timed: list[Plan] = field(default_factory=list)
 
@@ -48,11 +51,37 @@ class Trials:
         step_s *= {"none": 1.0, "selective": 1.1, "full": 1.3}[plan.recompute.mode]
         step_s /= self.tp_speedup if plan.mesh.tp > 1 else 1
         step_s += 0.2 * (plan.mesh.dp_shard > 1) + 0.4 * (plan.mesh.cp > 1)
-        return plan, [RankTiming(rank=0, stages=(), step_s=step_s, steps=3, spread_frac=0.0, traffic=())]
+        step_s /= self.ep_speedup if plan.mesh.ep > 1 else 1
+        step_s /= self.compile_speedup if plan.backend.compile != "off" else 1
+        return plan, [_timing(plan, place, step_s) for place in range(plan.mesh.pp)]
+
+
+def _timing(plan: Plan, place: int, step_s: float) -> RankTiming:
+    schedule, chunks = plan.pipeline.schedule, plan.stages_per_rank
+    stages = tuple(stage_index(schedule, plan.mesh.pp, place, chunk) for chunk in range(chunks))
+    each_s = step_s / plan.batch.accumulation / chunks / 3
+    parts: dict[Kind, float] = {"F": 1, "I": 1, "W": 1} if schedule == "zbv" else {"F": 1, "B": 2}
+    passes = tuple(PassTime(kind, stage, part * each_s) for stage in stages for kind, part in parts.items())
+    return RankTiming(
+        rank=place,
+        stages=stages,
+        step_s=step_s,
+        steps=3,
+        spread_frac=0.0,
+        traffic=(),
+        passes=passes if plan.mesh.pp > 1 else (),
+    )
 
 
 def search(
-    trials: Trials, memory_gib: float, *, num_ranks: int = 2, budget_s: float = 60.0, pinned: Any = (), **options: Any
+    trials: Trials,
+    memory_gib: float,
+    *,
+    num_ranks: int = 2,
+    budget_s: float = 60.0,
+    pinned: Any = (),
+    num_experts: int = 0,
+    **options: Any,
 ) -> Any:
     given = PlanOptions(device="cpu", **{"global_batch": 8, **options})
     found = FastestPlan(
@@ -61,6 +90,7 @@ def search(
         pinned=frozenset(pinned),
         num_ranks=num_ranks,
         memory_bytes=round(memory_gib * GIB),
+        num_experts=num_experts,
         links=Calibration(),
         budget_s=budget_s,
         tried=lambda candidate: None,
@@ -76,6 +106,23 @@ def test_the_configured_plan_stays_where_nothing_is_faster() -> None:
 
 def test_another_axis_is_taken_where_it_is_faster() -> None:
     assert search(Trials(tp_speedup=2), 100)[1].settings["tp"] == 2
+
+
+@pytest.mark.parametrize(("speedup", "compiles"), [(1.0, False), (1.005, False), (1.3, True)])
+def test_what_is_fastest_is_compiled_if_that_is_faster(speedup: float, compiles: bool) -> None:
+    found, best = search(Trials(compile_speedup=speedup), 100)
+    assert (best.settings.get("compile") == "regional") == compiles
+    assert any(candidate.settings.get("compile") for candidate in found.candidates)
+    found, best = search(Trials(compile_speedup=2), 100, pinned={"compile"})
+    assert not any(candidate.settings.get("compile") for candidate in found.candidates)
+
+
+@pytest.mark.parametrize(("num_experts", "ep"), [(0, 1), (3, 1), (8, 4)])
+def test_experts_are_shared_where_there_are_any(num_experts: int, ep: int) -> None:
+    found, best = search(Trials(ep_speedup=2), 100, num_ranks=4, num_experts=num_experts)
+    assert (best.plan.mesh.ep > 1) == (ep > 1)
+    tried = {candidate.plan.mesh.ep for candidate in found.candidates if candidate.plan is not None}
+    assert tried == ({1, 2, 4} if num_experts == 8 else {1})
 
 
 def test_a_plan_that_does_not_fit_is_never_run() -> None:

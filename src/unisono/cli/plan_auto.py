@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +28,7 @@ from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
 from unisono.storage.files import write_atomically
+from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 @click.option(
     "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
 )
+@click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here.")
 @common_options
 def auto(
     config: tuple[str, ...],
@@ -64,6 +66,7 @@ def auto(
     memory_gib: float | None,
     budget_s: float,
     overlay: str | None,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Find the fastest plan of CONFIG that fits into memory. One process tries the ranks; nothing is trained.
@@ -76,6 +79,7 @@ def auto(
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if num_ranks > 1 and _AS_A_RANK not in os.environ:
         options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
+        options["--report"] = report
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
@@ -83,11 +87,18 @@ def auto(
         os.sched_setaffinity(0, map(int, cores.split(",")))
     search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
     from unisono.planner.fastest import as_json as listed
+    from unisono.planner.fastest_page import write_fastest_page
+    from unisono.planner.why_fastest import SOURCES, flips, neighbours
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
         text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
         write_atomically(Path(overlay), text.encode())
+    if report is not None and found is not None:
+        with explained_write_errors(
+            report.parent, consequence="no page was written", other_name="another file (--report)"
+        ):
+            write_fastest_page(report, search.candidates, found, num_ranks=num_ranks, memory_bytes=search.memory_bytes)
     result = {
         "processes": num_ranks,
         "memory_bytes": search.memory_bytes,
@@ -95,6 +106,9 @@ def auto(
         "settings": None if found is None else settings,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
         "candidates": listed(search.candidates),
+        "neighbours": [] if found is None else [asdict(each) for each in neighbours(search.candidates, found)],
+        "flips": [] if found is None else [asdict(each) for each in flips(search.candidates, found)],
+        "sources": dict(SOURCES),
         "overlay": overlay if found is not None else None,
     }
     print_result(as_json, result, _verdict(search, found, settings, overlay))
@@ -178,6 +192,7 @@ def _search(
             pinned=pinned_options(resolved),
             num_ranks=num_ranks,
             memory_bytes=memory_bytes,
+            num_experts=trials.config.model.num_experts,
             links=read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE),
             budget_s=budget_s,
             tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
@@ -186,15 +201,13 @@ def _search(
 
 
 def _line(candidate: Candidate) -> str:
-    from unisono.planner.fastest import changes_in_words
+    from unisono.planner.fastest import changes_in_words, parts_s
 
     what = changes_in_words(candidate.settings)
     if (timed := candidate.timed) is None:
         return f"{what}: {candidate.refused}"
-    parts = [f"work {timed.work_s:.4g}", *(f"{axis} {seconds:.4g}" for axis, seconds in timed.communication_s.items())]
-    parts += [f"pipeline bubble {timed.bubble_s:.4g}"] if timed.bubble_s else []
-    parts += [f"slowest rank {timed.straggler_s:.4g}"] if timed.straggler_s else []
-    return f"{what}: {timed.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
+    parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in parts_s(candidate).items())
+    return f"{what}: {timed.step_s:.4g} s ({parts}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
 
 
 def _verdict(
@@ -214,6 +227,15 @@ def _verdict(
     )
     changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
     yield f"fastest: {changes or 'as configured'}: {found.timed.step_s:.4g} s a step{than}"
+    from unisono.planner.why_fastest import flips, neighbours
+
+    changed = neighbours(search.candidates, found)
+    if changed:
+        yield "with one setting changed:"
+    for each in changed:
+        yield f"  {each.change}: {each.reason if each.slower_frac is None else f'{each.slower_frac:+.1%}'}"
+    for each in flips(search.candidates, found):
+        yield f"with {each.change}: {each.plan}"
     pinned = sorted(search.pinned)
     if pinned:
         yield f"kept as given: {', '.join(f'plan.{name}' for name in pinned)}"

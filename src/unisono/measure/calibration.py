@@ -155,27 +155,35 @@ class Calibration:
     ) -> float | None:
         """Seconds of a sum of ``nbytes`` over ``ranks`` ranks on ``num_hosts`` hosts, of which ``host`` is one.
 
-        ``in_step``: what it adds to ranks that compute between sums. None where nothing like it was measured.
+        ``in_step``: what it adds to ranks that compute between sums, at least what it takes between idle ranks. None where
+        nothing like it was measured.
         """
-        rates = self._like("all_reduce_in_step" if in_step else "all_reduce", transport, host, num_hosts)
-        return _interpolated([rate for rate in rates if rate.ranks == ranks], nbytes)
+
+        def seconds(operation: Operation) -> float | None:
+            rates = self._like(operation, transport, host, num_hosts)
+            return _interpolated([rate for rate in rates if rate.ranks == ranks], nbytes)
+
+        if not in_step:
+            return seconds("all_reduce")
+        added_s = seconds("all_reduce_in_step")
+        return added_s and max(added_s, seconds("all_reduce") or 0.0)
 
     def send_s(self, nbytes: int, *, transport: str, host: str, num_hosts: int, in_step: bool = False) -> float | None:
         """Seconds of a message of ``nbytes`` between two ranks of ``num_hosts`` hosts, of which ``host`` is one.
 
         Of the job with the fewest ranks, the slowest pair counts, with its largest message; a message takes at least as long as
-        the smallest sum of that job. ``in_step``: what it adds to ranks that compute between messages, where that was measured.
-        None where nothing was.
+        the smallest sum of that job. ``in_step``: at least what it adds to ranks that compute between messages, where that was
+        measured. None where nothing was.
         """
-        if in_step and (found := self._like("send_in_step", transport, host, num_hosts)):
-            fewest = min(rate.ranks for rate in found)
-            return _interpolated([rate for rate in found if rate.ranks == fewest], nbytes)
         found = self._like("send", transport, host, num_hosts)
         if not found:
             return None
         pair = min(found, key=lambda rate: (rate.ranks, -rate.nbytes, -rate.at_s))
         least_s = self.all_reduce_s(0, transport=transport, ranks=pair.ranks, host=host, num_hosts=num_hosts)
-        return max(pair.seconds * nbytes / pair.nbytes, least_s or 0.0)
+        added = [rate for rate in self._like("send_in_step", transport, host, num_hosts) if in_step]
+        fewest = min((rate.ranks for rate in added), default=0)
+        added_s = _interpolated([rate for rate in added if rate.ranks == fewest], nbytes)
+        return max(pair.seconds * nbytes / pair.nbytes, least_s or 0.0, added_s or 0.0)
 
     def _like(self, operation: Operation, transport: str, host: str, num_hosts: int) -> list[LinkRate]:
         return [

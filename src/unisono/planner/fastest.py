@@ -1,8 +1,9 @@
 """The fastest plan of a configured run for the ranks of this host, among plans whose ranks are tried on one device.
 
 First each way to share the work between the ranks is tried as it is configured otherwise; one that does not fit is tried with
-smaller micro-batches and more recompute. Then the micro-batch and recompute of the fastest are changed as long as that pays. A
-plan is traced before it is timed, so that none is run that does not fit. What the user set stays as it is.
+smaller micro-batches and more recompute. Then the micro-batch and recompute of the fastest are changed as long as that pays, and
+it is compiled if that does. A plan is traced before it is timed, so that none is run that does not fit. What the user set stays
+as it is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from unisono.train.config import RunConfig
 from unisono.train.setup import resolve_plan
 
 MAX_TENSOR_RANKS: Final = 8  # of one host
-_SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "schedule")
-_SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute")
+_SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "ep", "pp", "schedule")
+_SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute", "compile")
 _RECOMPUTE: Final = ("none", "selective", "full")
 _GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
 
@@ -61,6 +62,7 @@ class FastestPlan:
         pinned: Names of options that stay as they are.
         num_ranks: Ranks of the job.
         memory_bytes: Bytes that the tensors of a rank may take.
+        num_experts: Experts of a layer of the model; 0 without.
         links: What the links between the ranks were measured to do.
         budget_s: Seconds after which no further plan is tried.
         tried: Called with each candidate.
@@ -72,6 +74,7 @@ class FastestPlan:
     pinned: frozenset[str]
     num_ranks: int
     memory_bytes: int
+    num_experts: int
     links: Calibration
     budget_s: float
     tried: Callable[[Candidate], None]
@@ -86,7 +89,6 @@ class FastestPlan:
             ConfigError: It cannot be traced, or the links of a plan were not measured.
         """
         self._ends_s = time.monotonic() + self.budget_s
-        self._require_legal()
         for settings in self._ways_to_share():
             self._try_lighter(settings)
         best = self._best()
@@ -95,20 +97,20 @@ class FastestPlan:
             if _step_s(faster) * _GAIN > _step_s(best):
                 break
             best = faster
+        if best is not None and "compile" not in self.pinned:
+            self._try({**best.settings, "compile": "regional"})
         return self._best()
 
     def _best(self) -> Candidate | None:
+        """The fastest; a compiled one only if it is faster by what must be gained."""
         timed = [candidate for candidate in self.candidates if candidate.timed is not None]
-        return min(timed, key=_step_s, default=None)
-
-    def _require_legal(self) -> None:
-        self.trials.trace(self.options, self.num_ranks, ())
+        return min(timed, key=lambda each: _step_s(each) * (_GAIN if "compile" in each.settings else 1), default=None)
 
     def _ways_to_share(self) -> Iterator[dict[str, Any]]:
         """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first."""
         yield {}
         free = [name for name in _SHARED_FIELDS if name not in self.pinned]
-        for given in _splits(self.num_ranks):
+        for given in _splits(self.num_ranks, self.num_experts):
             changed = self._differing(given)
             if changed and all(name in free for name in changed):
                 if given["pp"] > 1 and "micro_batch" not in self.pinned:
@@ -175,6 +177,8 @@ class FastestPlan:
                 return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, refused=refused)
             plan, timings = self.trials.time(options, self.num_ranks)
         except (PlanError, ConfigError) as error:
+            if not settings:
+                raise
             return Candidate(settings=settings, refused=f"not possible: {error.problems[0].given}")
         except torch.OutOfMemoryError:
             return Candidate(
@@ -189,9 +193,12 @@ def _step_s(candidate: Candidate) -> float:
     return float("inf") if candidate.timed is None else candidate.timed.step_s
 
 
-def _splits(num_ranks: int) -> Iterator[dict[str, Any]]:
-    """All ways to share the work of a model between ``num_ranks`` with one axis or two, the simplest first."""
-    plain: dict[str, Any] = {"dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False}
+def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
+    """All ways to share the work of a model between ``num_ranks`` with one axis or two, the simplest first.
+
+    Experts are shared by ranks that share the other parameters too.
+    """
+    plain: dict[str, Any] = {"dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1, "sequence_parallel": False}
     if num_ranks == 1:
         return
     sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
@@ -207,6 +214,22 @@ def _splits(num_ranks: int) -> Iterator[dict[str, Any]]:
         if rest > 1:
             yield {**plain, **axes, "dp_shard": rest}
             yield {**plain, **axes, "dp_shard": rest, "zero": 1}
+        for ranks in sizes if num_experts else ():
+            if rest % ranks == 0 and num_experts % ranks == 0:
+                yield {**plain, **axes, "dp_shard": rest, "ep": ranks}
+
+
+def parts_s(candidate: Candidate) -> dict[str, float]:
+    """Seconds of what a timed candidate's step consists of, by name; an axis' name stands for its sums."""
+    timed = candidate.timed
+    assert timed is not None
+    parts = {
+        "work": timed.work_s,
+        **timed.communication_s,
+        "pipeline": timed.bubble_s,
+        "slowest rank": timed.straggler_s,
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def changes_in_words(settings: Mapping[str, Any]) -> str:

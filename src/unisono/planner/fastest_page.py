@@ -1,0 +1,161 @@
+"""The page of a search of the fastest plan: the step and the memory of each plan, the order of passes, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.planner.fastest import Candidate, changes_in_words, parts_s
+from unisono.planner.pipeline_timeline import TimedPass
+from unisono.planner.why_fastest import SOURCES, flips, neighbours
+from unisono.report.bars import plain, stacked_bars
+from unisono.report.charts import PHASE_COLOURS
+from unisono.report.html import render_page
+from unisono.report.page import SUMMARY
+from unisono.report.section import Section, Table
+from unisono.report.tables import Figure
+from unisono.storage.files import write_atomically
+
+_GIB: Final = 2**30
+_KINDS: Final = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_COLOURS: Final = {
+    "work": PHASE_COLOURS["backward"],
+    "pipeline": PHASE_COLOURS["bubble"],
+    "slowest rank": PHASE_COLOURS["other"],
+    "forward": PHASE_COLOURS["forward"],
+    "backward": PHASE_COLOURS["backward"],
+    "backward, inputs": PHASE_COLOURS["backward"],
+    "backward, weights": PHASE_COLOURS["optimizer"],
+}
+
+
+def write_fastest_page(
+    path: Path, candidates: Sequence[Candidate], best: Candidate, *, num_ranks: int, memory_bytes: int
+) -> None:
+    """Write the page of a search that has found a plan.
+
+    Args:
+        path: A file, which is replaced.
+        candidates: All that were considered.
+        best: The fastest of them.
+        num_ranks: Ranks of the job.
+        memory_bytes: Bytes that the tensors of a rank may take.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    assert best.timed is not None
+    timed = sorted(
+        (each for each in candidates if each.timed is not None), key=lambda each: each.timed and each.timed.step_s
+    )
+    sections = [_step_section(timed), _memory_section(candidates, memory_bytes)]
+    pipelined = next((each for each in timed if each.timed is not None and each.timed.timeline), None)
+    if pipelined is not None and pipelined.timed is not None:
+        name = changes_in_words(pipelined.settings)
+        sections.append(
+            Section(
+                title="Passes of a pipeline",
+                note=f"One step of the ranks of each place in the pipeline, {name}; other work of the step is left out.",
+                charts=[timeline_chart("passes", pipelined.timed.timeline)],
+            )
+        )
+    sections.append(_why_section(candidates, best))
+    figures = [
+        Figure("step", f"{best.timed.step_s:.4g} s"),
+        Figure("memory of a rank", f"{(best.peak_bytes or 0) / _GIB:.4g} GiB of {memory_bytes / _GIB:.4g} GiB"),
+        Figure("plans considered", f"{len(candidates)}; {len(timed)} timed"),
+    ]
+    page = render_page(
+        SUMMARY,
+        [chart for section in sections for chart in section.charts],
+        title=f"The fastest plan of {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}",
+        verdict=f"Fastest: {changes_in_words(best.settings)}.",
+        figures=figures,
+        sections=sections,
+    )
+    write_atomically(path, page.encode())
+
+
+def _step_section(timed: Sequence[Candidate]) -> Section:
+    rows = [(changes_in_words(each.settings), parts_s(each)) for each in timed]
+    names = list(dict.fromkeys(name for _, parts in rows for name in parts))
+    chart = stacked_bars(
+        "steps",
+        [text for text, _ in rows],
+        {name: [parts.get(name, 0.0) for _, parts in rows] for name in names},
+        x_title="seconds of a step",
+        unit="s",
+        colours={
+            **_COLOURS,
+            **{name: PHASE_COLOURS.get(f"comm_exposed_{name}", "#d29922") for name in names if name not in _COLOURS},
+        },
+    )
+    table = Table(head=("number", "source"), rows=[[name, source] for name, source in SOURCES.items()])
+    return Section(title="Time of a step", note="Predicted, of each plan that fits.", charts=[chart], tables=[table])
+
+
+def _memory_section(candidates: Sequence[Candidate], memory_bytes: int) -> Section:
+    traced = [each for each in candidates if each.peak_bytes is not None]
+    chart = stacked_bars(
+        "memory",
+        [changes_in_words(each.settings) for each in traced],
+        {"fits": [_gib(each) if each.timed is not None else 0.0 for each in traced],
+         "does not fit": [_gib(each) if each.timed is None else 0.0 for each in traced]},
+        x_title="GiB of tensors of the rank with most",
+        unit="GiB",
+        colours={"fits": "#2da44e", "does not fit": "#cf222e"},
+    )  # fmt: skip
+    note = f"Tensors of a rank may take {memory_bytes / _GIB:.4g} GiB."
+    return Section(title="Memory", note=note, charts=[chart])
+
+
+def _gib(candidate: Candidate) -> float:
+    return (candidate.peak_bytes or 0) / _GIB
+
+
+def _why_section(candidates: Sequence[Candidate], best: Candidate) -> Section:
+    assert best.timed is not None
+    others = [
+        [
+            changes_in_words(each.settings),
+            each.refused if each.timed is None else f"{each.timed.step_s / best.timed.step_s - 1:+.1%}",
+        ]
+        for each in candidates
+        if each is not best
+    ]
+    tables = [
+        Table(head=("other plan", "why not"), rows=others),
+        Table(
+            head=("one setting changed", "step"),
+            rows=[
+                [each.change, each.reason if each.slower_frac is None else f"{each.slower_frac:+.1%}"]
+                for each in neighbours(candidates, best)
+            ],
+        ),
+        Table(head=("with", "fastest would be"), rows=[[each.change, each.plan] for each in flips(candidates, best)]),
+    ]
+    return Section(title="Why not another", tables=[table for table in tables if table.rows])
+
+
+def timeline_chart(chart_id: str, timeline: Sequence[Sequence[TimedPass]]) -> dict[str, Any]:
+    """The passes of each rank of a pipeline over time, as plotly describes them."""
+    ranks = [f"place {number}" for number in range(len(timeline))]
+    passes = [(rank, each) for rank, row in zip(ranks, timeline, strict=True) for each in row]
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": [float(f"{each.end_s - each.begin_s:.5g}") for _, each in chosen],
+            "base": [float(f"{each.begin_s:.5g}") for _, each in chosen],
+            "y": [rank for rank, _ in chosen],
+            "text": [plain(f"stage {each.action.stage}, micro-batch {each.action.micro}") for _, each in chosen],
+            "textposition": "none",
+            "hovertemplate": "%{y}, %{text}: %{x:.4g} s<extra>%{fullData.name}</extra>",
+            "marker": {"color": _COLOURS[name], "line": {"width": 1, "color": "#ffffff"}},
+        }
+        for kind, name in _KINDS.items()
+        if (chosen := [(rank, each) for rank, each in passes if each.action.kind == kind])
+    ]
+    return stacked_bars(chart_id, ranks, {}, x_title="seconds", unit="s", colours={}) | {"data": bars}
