@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def calibrate(processes: int | None, output: Path | None, as_json: bool) -> None:
     """Measure the links between the ranks of this host, its matrix products, memory and storage, within a minute.
 
-    The figures are stored for plan auto, and for plan without --cluster. unisono doctor --bench measures the same, and compares it
-    with earlier figures. Exit code 1: they could not be measured.
+    The figures are stored for plan auto, and for plan without --cluster. unisono doctor --bench measures the same, and compares
+    it with earlier figures. Exit code 1: they could not be measured.
     """
     from unisono.doctor.ranks import RankExamination, examine_ranks
 
@@ -80,5 +80,6 @@ def _cluster_text(report: RankReport) -> str:
 
     rate = msgspec.convert(report.figures["device"], DeviceRate)
     links = msgspec.convert(report.figures["links"], list[LinkRate])
-    hosts = f"{rate.hosts[0]} and {len(rate.hosts) - 1} more hosts" if len(rate.hosts) > 1 else rate.hosts[0]
-    return cluster_text(measured_options(rate, links), f"{rate.ranks} ranks on {hosts}, by unisono plan calibrate")
+    first, *others = rate.hosts
+    where = f"{first} and {len(others)} more" if others else first
+    return cluster_text(measured_options(rate, links), f"{rate.ranks} ranks on {where}, by unisono plan calibrate")

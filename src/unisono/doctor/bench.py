@@ -1,4 +1,4 @@
-"""Speeds of links, storage, matrix products and memory, compared with what was measured here before and among the ranks. A collective.
+"""Speeds of links, storage and devices, compared with what was measured here before and among the ranks. A collective.
 
 A figure below 80 % of the stored one is a warning, below 50 % a failure; where the measurements vary by more than a quarter, it
 is at most a warning. A figure below 80 % is not stored, so that what was measured once stays the measure; all others take the
@@ -177,7 +177,7 @@ def _matmul(world: World, device: torch.device, budget_s: float) -> tuple[list[M
 def _device(
     world: World, hosts: Sequence[str], device: torch.device, peers: Sequence[MatmulRate], budget_s: float
 ) -> DeviceRate:
-    """What the slowest rank does in bf16, with its memory, while all ranks do the same; ``peers`` are those in ``baseline_dtype``."""
+    """What the slowest rank does in bf16 and with its memory while all do the same; ``peers`` are rates of ``baseline_dtype``."""
     half = torch.bfloat16
     if baseline_dtype(device) != half:
         world.barrier()
