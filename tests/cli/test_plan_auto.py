@@ -109,8 +109,11 @@ def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
 @pytest.mark.full
 def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     """In processes of their own: two ranks, links that are really measured, and a run of two ranks with what was found."""
-    done = desk.process("plan", "calibrate", "--processes=2", "--json")
+    done = desk.process("plan", "calibrate", "--processes=2", "--output=box.toml", "--json")
     assert done.code == 0, done.err
+    assert json.loads(done.out)["cluster_file"] == "box.toml"
+    planned = desk.here("plan", "--cluster=box.toml", "--model=gpt2-124m", "--global-batch=8", "--json")
+    assert planned.json["best"]["layout"]["num_devices"] == 2, planned.err
     stored = Path(json.loads(done.out)["stored_in"])
     assert stored.name == CALIBRATION_FILE
     operations = {rate.operation for rate in read_calibration(stored).links}

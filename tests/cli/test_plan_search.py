@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 
 import pytest
 from commands import Desk
 from report_pages import charts
+
+from unisono.measure import DeviceRate, LinkRate, add_to_calibration
+from unisono.measure.calibration import CALIBRATION_FILE
+from unisono.measure.ceiling import cpu_name
+from unisono.planner import measured_cluster
 
 JOB = ("--cluster", "h100x64", "--model", "llama-3-70b", "--global-batch", "256")
 
@@ -58,7 +65,15 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
     [
         ((), "no command, and no --cluster, --model and --global-batch"),
         (JOB[:2], "no --model, no --global-batch"),
-        (("--cluster", "h100", *JOB[2:]), "--cluster h100\n  rule: a cluster is a device and how many there are"),
+        (
+            ("--cluster", "h100", *JOB[2:]),
+            "--cluster h100\n  rule: a cluster is a device and how many there are, or a TOML",
+        ),
+        (("--cluster", "h100x0", *JOB[2:]), "--cluster h100x0\n  rule: a cluster is a device and how many there are"),
+        (("--cluster", "", *JOB[2:]), "--cluster \n  rule: a cluster is a device and how many there are"),
+        (("--cluster", "h100x12", *JOB[2:]), "12 devices of h100 in domains of 8\n  rule: domains are of equal size"),
+        (("--cluster", "none.toml", *JOB[2:]), "no file none.toml\n  rule: every configuration that is named exists"),
+        (JOB[2:4], "no --global-batch\n  rule: a plan is searched for a model, a batch and a cluster"),
         (("--cluster", "abacusx8", *JOB[2:]), "gpu_type 'abacus', a device without a preset"),
         ((*JOB[:2], "--model", "nobody-1b", *JOB[4:]), "model 'nobody-1b'"),
         (
@@ -113,3 +128,70 @@ def test_length_precision_and_compilation_are_those_of_the_layout(desk: Desk) ->
     assert (layout["seq_len"], layout["precision"], layout["micro_batch"]) == (4096, "fp8", 1)
     memory = [each["best"]["prediction"]["memory"]["allocator"] for each in (eager, compiled)]
     assert 0 < memory[1] < memory[0]
+
+
+def test_a_cluster_of_ones_own(desk: Desk) -> None:
+    (desk.folder / "mine.toml").write_text('device = "h100"\nnum_devices = 64\n')
+    of_file, of_preset = (
+        desk.here("plan", "--cluster", cluster, *JOB[2:], "--json").json for cluster in ("mine.toml", "h100x64")
+    )
+    assert of_file == of_preset
+    (desk.folder / "slow.toml").write_text('device = "h100"\nnum_devices = 64\nlink_gb_per_s = 20\nefficiency = 0.4\n')
+    slow = desk.here("plan", "--cluster", "slow.toml", *JOB[2:], "--json").json
+    assert slow["best"]["step_s"] > 1.2 * of_file["best"]["step_s"]
+    simulated = desk.here("plan", "simulate", "model=llama-3-8b", "gpu_type=mine.toml", "fsdp=64", "--json").json
+    assert simulated["layout"]["num_devices"] == 64
+    answer = desk.here("plan", "simulate", "model=llama-3-8b", "gpu_type=folder.toml")
+    assert (answer.code, "no file folder.toml" in answer.err) == (2, True)
+
+
+def test_names_of_devices_are_text_in_the_page(desk: Desk) -> None:
+    figures = "num_devices = 1\nmemory_gib = 80\nmemory_tb_per_s = 1\ntflops.bf16 = 100\n"
+    (desk.folder / "named.toml").write_text(f'device = "<b>\\u001b[31m"\n{figures}')
+    answer = desk.here(
+        *("plan", "--cluster=named.toml", "--model=gpt2-124m", "--global-batch=8", "--report=named.html")
+    )
+    assert (answer.code, "\x1b" in answer.out) == (0, False)
+    text = (desk.folder / "named.html").read_text()
+    assert "on 1 &lt;b&gt;" in text
+    assert "on 1 <b>" not in text
+
+
+def test_without_a_cluster_it_is_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_cluster, "_accelerator_names", lambda: [])
+    desk, job = Desk(folder=tmp_path, cache=tmp_path / "cache"), ("--model=gpt2-124m", "--global-batch=64")
+    answer = desk.here("plan", *job)
+    assert answer.code == 2
+    assert "that was not measured\n  rule: without --cluster the devices of this machine are taken" in answer.err
+    assert "try:  unisono plan calibrate" in answer.err
+    hosts = (socket.gethostname(),)
+    rate = DeviceRate(
+        hosts=hosts, name=cpu_name(), ranks=2, tflops=0.5, memory_bytes=2**34, memory_bytes_per_s=2e10, spread_frac=0.0
+    )
+    link = LinkRate(
+        operation="all_reduce", transport="gloo", ranks=2, hosts=hosts, nbytes=1 << 26, seconds=0.05, spread_frac=0.0
+    )
+    add_to_calibration(tmp_path / "cache" / "unisono" / CALIBRATION_FILE, devices=[rate], links=[link])
+    answer = desk.here("plan", *job)
+    assert answer.code == 0, answer.err
+    assert f"device={cpu_name()} params=123532032 precision=bf16 num_devices=2 " in answer.out
+    assert " 0 TFLOP/s" not in answer.out  # of a CPU it is less than one
+    monkeypatch.setattr(measured_cluster, "_accelerator_names", lambda: ["NVIDIA H100 80GB HBM3"] * 4)
+    assert desk.here("plan", *job, "--json").json == desk.here("plan", "--cluster=h100x4", *job, "--json").json
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("box.json", "the name of such a file ends in .toml\n"),
+        ("taken.toml", "a file that exists is not overwritten"),
+        ("nowhere/box.toml", "the file is written into a folder that exists"),
+    ],
+)
+def test_names_that_are_refused_before_anything_is_measured(desk: Desk, output: str, said: str) -> None:
+    (desk.folder / "taken.toml").write_text("# mine\n")
+    answer = desk.here("plan", "calibrate", f"--output={output}")
+    assert answer.code == 2
+    assert said in answer.err
+    assert "so:   nothing was measured" in answer.err
+    assert (desk.folder / "taken.toml").read_text() == "# mine\n"

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pool import Pool
@@ -15,7 +16,16 @@ from pool import Pool
 from unisono.doctor import bench, child, rank_devices, ranks
 from unisono.doctor.bench import bench as measure
 from unisono.doctor.ranks import RankExamination, examine_ranks
-from unisono.measure import Calibration, LinkRate, MatmulRate, StorageRate, add_to_calibration, read_calibration
+from unisono.measure import (
+    Calibration,
+    DeviceRate,
+    LinkRate,
+    MatmulRate,
+    StorageRate,
+    add_to_calibration,
+    read_calibration,
+)
+from unisono.measure.ceiling import cpu_name
 from unisono.measure.links import PAIR_SIZES, STEP_SIZES
 
 SMALL = {"sizes": (4, 65536, 1 << 20), "file_bytes": 1 << 20, "budget_s": 0.05}
@@ -147,6 +157,9 @@ def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool:
         ),
         *(("send", "gloo", size) for size in pair_sizes(known)),
     }
+    (one,) = known.devices
+    assert (one.ranks, one.name) == (2, cpu_name())
+    assert 0 < one.memory_bytes <= psutil.virtual_memory().total / 2
     assert [rate.folder for rate in known.storage] == [str(tmp_path.resolve())]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
 
@@ -156,14 +169,19 @@ def test_much_worse_figures_do_not_take_the_place_of_good_ones(tmp_path: Path, p
     links = [LinkRate(**{**rate, "hosts": tuple(rate["hosts"]), "pair": ()}) for rate in stored["links"]]
     assert [rate.seconds for rate in links] == [0.01]
     assert [rate["write_bytes_per_s"] for rate in stored["storage"]] == [9e7]
+    assert [(rate["ranks"], rate["memory_bytes_per_s"]) for rate in stored["devices"]] == [(2, 9), (4, 9)]
 
 
 def stores_worse(world: Any, folder: str) -> dict[str, Any]:
     cache = Path(folder) / "calibration.json"
     add_to_calibration(cache, links=[link()], storage=[disk(1e8)])
-    bench._store(world, cache, read_calibration(cache), [link(seconds=0.02)], [disk(9e7)], {})
+    device = DeviceRate(hosts=("a",), name="d", ranks=2, tflops=1, memory_bytes=1, memory_bytes_per_s=9, spread_frac=0)
+    add_to_calibration(cache, devices=[device])
+    worse = [replace(device, memory_bytes_per_s=7.0), replace(device, ranks=4)]
+    bench._store(world, cache, read_calibration(cache), [link(seconds=0.02)], [disk(9e7)], {}, worse)
     known = read_calibration(cache)
-    return {"links": [asdict(rate) for rate in known.links], "storage": [asdict(rate) for rate in known.storage]}
+    kinds = {"links": known.links, "storage": known.storage, "devices": known.devices}
+    return {name: [asdict(rate) for rate in rates] for name, rates in kinds.items()}
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 from unisono.measure import (
     Calibration,
+    DeviceRate,
     LinkRate,
     MatmulRate,
     StorageRate,
@@ -27,14 +28,19 @@ LINK = LinkRate(
 DISK = StorageRate(
     host="a", folder="/runs", write_bytes_per_s=1e8, read_bytes_per_s=2e8, opens_per_s=900.0, spread_frac=0.2, at_s=6.0
 )
+DEVICE = DeviceRate(
+    hosts=("a",), name="d", ranks=2, tflops=0.5, memory_bytes=1e10, memory_bytes_per_s=1e10, spread_frac=0.1, at_s=7.0
+)
 MATMUL = MatmulRate(tflops=0.5, size=512, repeats=9, spread_frac=0.0)
 
 
 def test_figures_come_back_and_later_ones_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "calibration.json"
     assert read_calibration(path) == read_calibration(None) == Calibration()
-    add_to_calibration(path, matmul={"m": MATMUL}, links=[LINK], storage=[DISK])
-    assert read_calibration(path) == Calibration(matmul={"m": MATMUL}, links=(LINK,), storage=(DISK,))
+    add_to_calibration(path, matmul={"m": MATMUL}, links=[LINK], storage=[DISK], devices=[DEVICE])
+    assert read_calibration(path) == Calibration(
+        matmul={"m": MATMUL}, links=(LINK,), storage=(DISK,), devices=(DEVICE,)
+    )
     faster, other = replace(LINK, seconds=0.25, at_s=9.0), replace(LINK, transport="nccl", at_s=8.0)
     add_to_calibration(path, links=[faster, other])
     known = read_calibration(path)

@@ -172,5 +172,5 @@ def test_a_file_of_an_earlier_release_is_read_and_becomes_one_of_this(
     assert measured_ceiling(CPU, torch.float32, cache=cache).value == 0.5e12
     measured_ceiling(CPU, torch.bfloat16, cache=cache)
     stored = json.loads(cache.read_text())
-    assert sorted(stored) == ["links", "matmul", "storage", "version"]
+    assert sorted(stored) == ["devices", "links", "matmul", "storage", "version"]
     assert sorted(entry["tflops"] for entry in stored["matmul"].values()) == [0.25, 0.5]

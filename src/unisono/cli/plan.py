@@ -34,14 +34,17 @@ _PROCESSES = click.option(
 @common_options
 @click.pass_context
 def command(context: click.Context, as_json: bool, **options: Any) -> None:
-    """With --cluster, --model and --global-batch: find the fastest layout that fits. Nothing is run, no device is needed.
+    """With --model and --global-batch: find the fastest layout that fits --cluster, or this machine. Nothing is run.
 
     With a command: show, check, compare, write strategy files; find a plan that fits, or the fastest one; simulate jobs. FILE may
     be the folder of a run.
     """
     given = [name for name, value in options.items() if value]
     if context.invoked_subcommand is None and not given:
-        raise click.UsageError("no command, and no --cluster, --model and --global-batch to search a plan for")
+        raise click.UsageError(
+            "no command, and no --cluster, --model and --global-batch to search a plan for; without --cluster it is one for this "
+            "machine"
+        )
     if context.invoked_subcommand is None:
         find_plan(as_json=as_json, **options)
     elif given or as_json:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 _GIB = 2**30
-_CLUSTER = "h100x64: 64 devices of a preset"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -42,7 +41,11 @@ def search_options(function: F) -> F:
         click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sequence (default: the preset's)."),
         click.option("--global-batch", metavar="COUNT", help="Of a step: sequences (512) or tokens (4Mtok)."),
         click.option("--model", metavar="NAME", help="A preset, such as llama-3-70b."),
-        click.option("--cluster", metavar="DEVICExCOUNT", help=f"Devices ({_CLUSTER})."),
+        click.option(
+            "--cluster",
+            metavar="DEVICExCOUNT|FILE.toml",
+            help="Devices: of a preset (h100x64), or as a TOML file describes them (default: those of this machine).",
+        ),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -89,26 +92,22 @@ def _job(
     memory_gib: float | None,
 ) -> Job:
     """The job of some options, read as the columns of ``plan simulate`` are."""
+    from unisono.planner.cluster_file import find_cluster
     from unisono.planner.layout_columns import read_layout
+    from unisono.planner.measured_cluster import this_machine
     from unisono.planner.search import Job
 
-    missing = [
-        name
-        for name, value in (("--cluster", cluster), ("--model", model), ("--global-batch", global_batch))
-        if not value
-    ]
+    missing = [name for name, value in (("--model", model), ("--global-batch", global_batch)) if not value]
     if missing:
         raise _refused(
             f"no {', no '.join(missing)}",
-            "a plan is searched for a model, a cluster and a batch",
+            "a plan is searched for a model, a batch and a cluster; without --cluster, for this machine",
             "unisono plan --cluster h100x64 --model llama-3-70b --global-batch 512",
         )
-    match = re.fullmatch(r"(.+?)\s*x\s*([0-9]+)", cluster or "", re.IGNORECASE)
-    if match is None:
-        raise _refused(f"--cluster {cluster}", "a cluster is a device and how many there are", _CLUSTER)
     layout = read_layout(
-        {"model": model or "", "gpu_type": match[1], "gpus": match[2], "seq_len": str(seq_len or ""), "precision": precision}
-    )  # fmt: skip
+        {"model": model or "", "seq_len": str(seq_len or ""), "precision": precision},
+        this_machine() if cluster is None else find_cluster(cluster),
+    )
     return Job(
         model=layout.model,
         device=layout.device,

@@ -34,11 +34,16 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     if efficiency_key(layout) not in fitted_constants().efficiency:
         yield f"no published run was used for {efficiency_key(layout)}; the interval is that of other devices"
     yield (
-        f"{prediction.tokens_per_s:,.0f} tokens/s, {prediction.model_flops_per_s / 1e12:,.0f} TFLOP/s of each device, "
+        f"{prediction.tokens_per_s:,.0f} tokens/s, {_tflops(prediction.model_flops_per_s)} TFLOP/s of each device, "
         f"{prediction.utilization:.1%} of its peak"
     )
     yield from _parts(prediction.parts_s, step_s)
     yield from _memory(layout, prediction)
+
+
+def _tflops(flops_per_s: float) -> str:
+    """Whole ones, or two digits of those of a CPU."""
+    return f"{flops_per_s / 1e12:,.0f}" if flops_per_s >= 1e13 else f"{flops_per_s / 1e12:.2g}"
 
 
 def _parts(parts_s: Mapping[str, float], step_s: float) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Speeds of links, storage and matrix products, compared with what was measured here before and among the ranks. A collective.
+"""Speeds of links, storage and devices, compared with what was measured here before and among the ranks. A collective.
 
 A figure below 80 % of the stored one is a warning, below 50 % a failure; where the measurements vary by more than a quarter, it
 is at most a warning. A figure below 80 % is not stored, so that what was measured once stays the measure; all others take the
@@ -11,6 +11,7 @@ import itertools
 import math
 import socket
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from unisono.device.torch_adapters import present_adapter
+from unisono.device.torch_adapters import adapter_of, present_adapter
 from unisono.dist import JobSpec, World
 from unisono.doctor.check import Check, judged
 from unisono.doctor.storage import nearest_folder
@@ -31,15 +32,18 @@ from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.measure.calibration import (
     SHARED_MEMORY,
     Calibration,
+    DeviceRate,
     LinkRate,
     MatmulRate,
     StorageRate,
     add_to_calibration,
     read_calibration,
 )
-from unisono.measure.ceiling import QUIET_SPREAD_FRAC, baseline_dtype, matmul_key, time_matmul
+from unisono.measure.ceiling import QUIET_SPREAD_FRAC, baseline_dtype, device_name, matmul_key, time_matmul
 from unisono.measure.links import SIZES, probe_all_reduce, probe_in_step, probe_pairs, ring_exchange
+from unisono.measure.memory import time_copy
 from unisono.measure.storage import probe_storage
+from unisono.observe.host_memory import host_memory_limit_bytes
 from unisono.storage.files import os_reason
 
 _WARNING, _FAILURE = 0.8, 0.5
@@ -81,6 +85,7 @@ def bench(
     links, checks = _links(world, hosts, device, sizes or SIZES, budget_s, known)
     storage, troubles = _storage(world, folder, file_bytes, budget_s)
     peers, own = _matmul(world, device, budget_s)
+    one = _device(world, hosts, device, peers, budget_s)
     cure = _SLOWER.format(cache=cache)
     checks = [*_sum_checks(links, known, cure), *checks]
     checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
@@ -93,11 +98,12 @@ def bench(
     answer = world.broadcast_json(
         [asdict(check) for check in checks]
     )  # rank 0 has the file that they are compared with
-    _store(world, cache, known, links, storage, {key: own} if own.spread_frac <= QUIET_SPREAD_FRAC else {})
+    _store(world, cache, known, links, storage, {key: own} if own.spread_frac <= QUIET_SPREAD_FRAC else {}, [one])
     figures = {
         "links": [asdict(rate) for rate in links],
         "storage": [asdict(rate) for rate in storage],
         "matmul": {key: asdict(own)},
+        "device": asdict(one),
         "stored_in": str(cache),
     }
     return [Check(**check) for check in answer], figures
@@ -168,6 +174,33 @@ def _matmul(world: World, device: torch.device, budget_s: float) -> tuple[list[M
     peers = [MatmulRate(**answer) for answer in world.all_gather_json(asdict(together))]
     alone = asdict(time_matmul(device, baseline_dtype(device), budget_s=budget_s)) if world.rank == 0 else None
     return peers, MatmulRate(**world.broadcast_json(alone))
+
+
+def _device(
+    world: World, hosts: Sequence[str], device: torch.device, peers: Sequence[MatmulRate], budget_s: float
+) -> DeviceRate:
+    """What the slowest rank does in bf16 and with its memory while all do the same; ``peers`` are rates of ``baseline_dtype``."""
+    half = torch.bfloat16
+    if baseline_dtype(device) != half:
+        world.barrier()
+        mine = time_matmul(device, half, budget_s=budget_s / 2)
+        peers = [MatmulRate(**answer) for answer in world.all_gather_json(asdict(mine))]
+    world.barrier()
+    copied = time_copy(device, budget_s=budget_s / 2)
+    adapter, index = adapter_of(device)
+    memory = adapter.memory(index)
+    has = host_memory_limit_bytes() / world.job.local_world if memory is None else memory.limit_bytes
+    told: list[tuple[float, float, float]] = world.all_gather_json([*copied, has])
+    return DeviceRate(
+        hosts=tuple(sorted(set(hosts))),
+        name=world.broadcast_json(device_name(device)),
+        ranks=world.world_size,
+        tflops=min(rate.tflops for rate in peers),
+        memory_bytes=min(each[2] for each in told),
+        memory_bytes_per_s=min(each[0] for each in told),
+        spread_frac=max(*(rate.spread_frac for rate in peers), *(each[1] for each in told)),
+        at_s=world.broadcast_json(time.time()),
+    )
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
@@ -277,6 +310,7 @@ def _store(
     links: Sequence[LinkRate],
     storage: Sequence[StorageRate],
     matmul: dict[str, MatmulRate],
+    devices: Sequence[DeviceRate],
 ) -> None:
     """Add the figures to the file of each host that are not much worse than those in it."""
     if world.job.local_rank != 0:
@@ -294,5 +328,12 @@ def _store(
         for key, rate in matmul.items()
         if (before := known.matmul.get(key)) is None or rate.tflops / before.tflops >= _WARNING
     }
+    earlier = {rate.key: rate for rate in known.devices}
+    good_devices = [
+        rate
+        for rate in devices
+        if (one := earlier.get(rate.key)) is None
+        or min(rate.tflops / one.tflops, rate.memory_bytes_per_s / one.memory_bytes_per_s) >= _WARNING
+    ]
     with suppress(OSError):  # nothing to compare with next time
-        add_to_calibration(cache, matmul=good_matmul, links=good_links, storage=good_storage)
+        add_to_calibration(cache, matmul=good_matmul, links=good_links, storage=good_storage, devices=good_devices)

@@ -1,4 +1,5 @@
 from .calibration import Calibration as Calibration
+from .calibration import DeviceRate as DeviceRate
 from .calibration import LinkRate as LinkRate
 from .calibration import MatmulRate as MatmulRate
 from .calibration import StorageRate as StorageRate

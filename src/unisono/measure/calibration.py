@@ -1,9 +1,9 @@
-"""What was measured on this machine, in one JSON file: matrix products, links between ranks, and storage. No torch.
+"""What was measured on this machine, in one JSON file: matrix products, devices, links between ranks, and storage. No torch.
 
 ``unisono doctor --bench`` writes all of it and compares its next figures with it; a run adds the matrix products of its device,
 and reads what its link can do. The file lies in the user's cache folder and may be deleted at any time.
 
-    {"version": 2, "matmul": {NAME: {…}}, "links": [{…}], "storage": [{…}]}
+    {"version": 2, "matmul": {NAME: {…}}, "links": [{…}], "storage": [{…}], "devices": [{…}]}
 
 The reader takes what it understands: entries that are damaged, of another kind or of a later version are left out. A file that
 another user can have written is not read.
@@ -135,12 +135,54 @@ class StorageRate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRate:
+    """What the device of a rank does while those of all other ranks do the same: that of the slowest.
+
+    Attributes:
+        hosts: Names of the hosts of the job, sorted.
+        name: Of the device; the model name of a CPU.
+        ranks: Number of ranks, each with a device, or with a part of its host's cores and memory.
+        tflops: Of large matrix products in bf16, in TFLOP/s.
+        memory_bytes: Memory of the device.
+        memory_bytes_per_s: Bandwidth of that memory, read and written.
+        spread_frac: Distance of the quartiles over the median, of the figure that varies most.
+        at_s: When it was measured, in seconds since 1970.
+    """
+
+    hosts: tuple[str, ...]
+    name: str
+    ranks: int
+    tflops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    spread_frac: float
+    at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.ranks, self.tflops, self.memory_bytes, self.memory_bytes_per_s)
+        _check(self.spread_frac, self.at_s, least=0.0)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured: a later figure of the same key takes its place."""
+        return self.hosts, self.name, self.ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """The content of a calibration file: ``matmul`` by device, threads, dtype and torch version; ``links``; ``storage``."""
+    """The content of a calibration file.
+
+    Attributes:
+        matmul: By device, threads, dtype and torch version.
+        links: Between ranks.
+        storage: Of folders.
+        devices: Of ranks that all compute at the same time.
+    """
 
     matmul: Mapping[str, MatmulRate] = field(default_factory=dict[str, MatmulRate])
     links: Sequence[LinkRate] = ()
     storage: Sequence[StorageRate] = ()
+    devices: Sequence[DeviceRate] = ()
 
     def link(self, like: LinkRate) -> LinkRate | None:
         """What was measured before for the same operation, transport, ranks, hosts and size."""
@@ -234,6 +276,7 @@ def read_calibration(path: Path | None) -> Calibration:
         matmul={name: rate for name, rate in rates.items() if rate is not None},
         links=_entries(entries.get("links"), LinkRate),
         storage=_entries(entries.get("storage"), StorageRate),
+        devices=_entries(entries.get("devices"), DeviceRate),
     )
 
 
@@ -243,6 +286,7 @@ def add_to_calibration(
     matmul: Mapping[str, MatmulRate] | None = None,
     links: Sequence[LinkRate] = (),
     storage: Sequence[StorageRate] = (),
+    devices: Sequence[DeviceRate] = (),
 ) -> None:
     """Add figures to the file at ``path``, in place of earlier ones of the same keys. It is replaced atomically.
 
@@ -251,6 +295,7 @@ def add_to_calibration(
         matmul: Rates of matrix products by the device's name.
         links: Rates between ranks.
         storage: Rates of folders.
+        devices: Rates of ranks that all compute.
 
     Raises:
         OSError: It cannot be written.
@@ -265,11 +310,12 @@ def add_to_calibration(
             },
             "links": _newest([*known.links, *links]),
             "storage": _newest([*known.storage, *storage]),
+            "devices": _newest([*known.devices, *devices]),
         }
         write_atomically(path, json.dumps(content, indent=1).encode(), mode=0o600)
 
 
-def _newest(rates: Iterable[LinkRate | StorageRate]) -> list[dict[str, Any]]:
+def _newest(rates: Iterable[LinkRate | StorageRate | DeviceRate]) -> list[dict[str, Any]]:
     by_key = {rate.key: rate for rate in rates}
     return [asdict(rate) for rate in sorted(by_key.values(), key=lambda rate: rate.at_s)[-_MAX_ENTRIES:]]
 

@@ -125,14 +125,15 @@ def datasheet_peak(name: str, arithmetic: str) -> float | None:
 def device_name(device: torch.device) -> str:
     """Name of the device from its backend; the model name of a CPU."""
     if device.type == "cpu":
-        return _cpu_name()
+        return cpu_name()
     from unisono.device.torch_adapters import adapter_of
 
     adapter, index = adapter_of(device)
     return adapter.device_name(index)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Model name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -32,6 +32,7 @@ class Device:
         domain: Devices that such links connect.
         network_bytes_per_s: Bandwidth to devices outside of the domain, in one direction.
         source: Where the figures are from.
+        efficiency: Share of the peak that large matrix products were measured to reach; None: as was fitted to published runs.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Device:
     domain: int
     network_bytes_per_s: float
     source: str
+    efficiency: float | None = None
 
     def peak_flops(self, precision: Precision) -> float | None:
         """Peak of ``precision`` in FLOP/s; None if the device has none."""

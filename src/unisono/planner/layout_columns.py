@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from unisono.errors import nearest_name
-from unisono.planner.devices import DEVICES, Device, Precision, find_device
+from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
+from unisono.planner.devices import Device, Precision
 from unisono.planner.layout import Layout, LayoutError, Recompute
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
@@ -27,8 +29,11 @@ _SELECTIVE: Final = re.compile(r"selective.*|remat:.*")
 _NONE: Final = ("none", "")
 
 
-def read_layout(row: Mapping[str, str]) -> Layout:
+def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layout:
     """The layout of a job, by the columns of ``COLUMNS``; other columns are not read.
+
+    ``cluster`` takes the place of ``gpu_type`` and ``gpus``. ``gpu_type`` may be a TOML file, whose devices are all used unless
+    ``gpus`` says how many.
 
     Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
     tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Stages per rank are read
@@ -36,18 +41,11 @@ def read_layout(row: Mapping[str, str]) -> Layout:
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
+        ConfigError: A TOML file of a cluster is wrong.
     """
     model = _model(row)
-    name = row.get("gpu_type", "")
-    device = find_device(name)
-    if device is None:
-        known = ", ".join(sorted(DEVICES))
-        raise LayoutError(
-            f"gpu_type {name!r}, a device without a preset", f"it is one of {known}", _near(name, DEVICES)
-        )
-    num_devices = _count(row, "gpus")
-    if not num_devices:
-        raise LayoutError("gpus is empty", "it is the number of devices", "gpus=8")
+    cluster = cluster or _cluster(row)
+    device, num_devices = cluster.device, cluster.num_devices
     seq_len = _count(row, "seq_len") or model.max_seq_len or DEFAULT_SEQ_LEN
     tp, pp, cp, ep, fsdp = (_count(row, axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
     replicas = max(1, num_devices // (tp * pp * cp))
@@ -71,6 +69,16 @@ def read_layout(row: Mapping[str, str]) -> Layout:
         recompute=_recompute(row.get("recompute", "")),
         compiled="compile" in row.get("notes", "").lower(),
     )
+
+
+def _cluster(row: Mapping[str, str]) -> Cluster:
+    name, num_devices = row.get("gpu_type", ""), _count(row, "gpus")
+    if is_cluster_file(name):
+        return read_cluster(Path(name), num_devices=num_devices)
+    device = named_device(name)
+    if not num_devices:
+        raise LayoutError("gpus is empty", "it is the number of devices", "gpus=8")
+    return Cluster(device=device, num_devices=num_devices)
 
 
 def _default_micro_batch(seq_len: int, share: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
+from unisono.errors import ConfigError
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_columns import read_layout
 from unisono.planner.peak_memory import MemoryParts, peak_memory
@@ -89,6 +90,8 @@ def predict_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
             layouts[number] = read_layout(row)
         except LayoutError as error:
             errors[number] = str(error)
+        except ConfigError as error:
+            errors[number] = "; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems)
     predictions = dict(zip(layouts, predict(list(layouts.values())), strict=True))
     return [
         {**row, **(as_columns(predictions[number]) if number in predictions else _without(errors[number]))}

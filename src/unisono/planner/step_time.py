@@ -122,8 +122,13 @@ def efficiency_key(layout: Layout) -> str:
 
 
 def efficiencies(layouts: Sequence[Layout], fitted: Constants) -> Numbers:
-    """``Constants.efficiency`` of each layout."""
-    return np.array([fitted.efficiency.get(efficiency_key(layout), fitted.other_efficiency) for layout in layouts])
+    """That of each layout's device where it was measured, else ``Constants.efficiency``."""
+    return np.array(
+        [
+            layout.device.efficiency or fitted.efficiency.get(efficiency_key(layout), fitted.other_efficiency)
+            for layout in layouts
+        ]
+    )
 
 
 def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepParts:
