@@ -84,6 +84,24 @@ def test_the_time_of_a_message(nbytes: int, seconds: float) -> None:
         assert known.send_s(nbytes, **asked) is None
 
 
+def test_exchanges_in_a_step_take_at_least_as_long_as_between_idle_ranks() -> None:
+    where: dict[str, Any] = {"transport": "gloo", "host": "a", "num_hosts": 1}
+    idle = [replace(LINK, nbytes=size, seconds=took_s) for size, took_s in ((100, 1.0), (1000, 4.0))]
+    added = [replace(each, operation="all_reduce_in_step", seconds=3.0) for each in idle]
+    pair = replace(LINK, operation="send", nbytes=1000, seconds=2.0)
+    known = Calibration(links=[*idle, *added, pair])
+    assert known.all_reduce_s(100, ranks=2, in_step=True, **where) == 3.0
+    assert known.all_reduce_s(1000, ranks=2, in_step=True, **where) == 4.0
+    assert (
+        known.send_s(1000, in_step=True, **where) == known.send_s(1000, **where) == 2.0
+    )  # messages in steps were not measured
+    messages = replace(pair, operation="send_in_step", seconds=5.0)
+    known = Calibration(links=[*idle, pair, messages, replace(messages, ranks=4, seconds=9.0)])
+    assert known.send_s(1000, in_step=True, **where) == 5.0
+    assert known.send_s(1000, **where) == 2.0
+    assert known.all_reduce_s(100, ranks=2, in_step=True, **where) is None
+
+
 def entry(**changes: Any) -> dict[str, Any]:
     return {
         "operation": "all_reduce",

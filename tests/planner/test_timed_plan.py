@@ -120,6 +120,7 @@ LINKS = Calibration(
         link("all_reduce_in_step", "gloo", 2, 4, 0.001),
         link("all_reduce_in_step", "gloo", 2, 1004, 0.003),
         link("all_reduce", "gloo", 2, 4, 0.0001),  # between idle ranks: for sums that are not in a step
+        link("all_reduce", "gloo", 2, 1004, 0.0002),
         link("send", "gloo", 2, 1000, 0.0002),  # between idle ranks
         link("send_in_step", "gloo", 2, 1000, 0.002),
     ]
