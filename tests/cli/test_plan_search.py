@@ -33,7 +33,12 @@ def test_the_best_plan_is_what_simulate_predicts(desk: Desk) -> None:
     columns = [
         f"{name}={layout[name]}" for name in ("tp", "pp", "cp", "ep", "micro_batch", "global_batch", "recompute")
     ]
-    columns += [f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}"]
+    columns += [
+        f"fsdp={layout['dp_shard']}",
+        f"zero={layout['zero']}",
+        "cut=balanced",
+        f"notes=VP={layout['stages_per_rank']}",
+    ]
     job = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns)
     simulated = json.loads(desk.here("plan", "simulate", "--json", *job).out)
     assert simulated["step_s"] == pytest.approx(best["step_s"])

@@ -8,9 +8,10 @@ import pytest
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import LayoutError
+from unisono.planner.layout_space import AXES, Job
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.peak_memory import peak_memory
-from unisono.planner.search import AXES, MEMORY_SHARE, Job, search
+from unisono.planner.search import MEMORY_SHARE, search
 from unisono.planner.simulate import predict
 
 GIB = 2**30
@@ -68,7 +69,10 @@ def test_more_memory_never_gives_a_slower_plan(each: Job) -> None:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"micro_batch": 2}, {"recompute": "full"}, {"tp": 2, "pp": 4}],
+    [
+        {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
+        {"recompute": "full"}, {"tp": 2, "pp": 4},
+    ],
     ids=str,
 )  # fmt: skip
 def test_pins_are_kept(pins: dict[str, int | str]) -> None:

@@ -18,7 +18,8 @@ from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
     from unisono.planner.layout import Layout
-    from unisono.planner.search import Candidate, Job, SearchResult
+    from unisono.planner.layout_space import Job
+    from unisono.planner.search import Candidate, SearchResult
     from unisono.planner.simulate import Prediction
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -136,7 +137,7 @@ def _sequences(text: str, seq_len: int) -> int:
 
 
 def _pin(text: str) -> tuple[str, int | str]:
-    from unisono.planner.search import AXES
+    from unisono.planner.layout_space import AXES
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
@@ -208,7 +209,7 @@ def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[s
 
 def _differences(best: Layout, other: Layout, changed: str) -> str:
     """The other axes that are not those of the best layout."""
-    from unisono.planner.search import AXES
+    from unisono.planner.layout_space import AXES
 
     return " ".join(
         f"{axis}={getattr(other, axis)}"

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from unisono.planner.simulate import Prediction
 
 _LAYOUT = (
-    *("precision", "num_devices", "dp", "dp_shard", "tp", "pp", "stages_per_rank", "cp", "ep"),
+    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "cut", "cp", "ep"),
     *("micro_batch", "global_batch", "seq_len", "recompute"),
 )
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """The layout with what was assumed, as JSON types."""
-    values = {name: getattr(layout, name) for name in _LAYOUT}
+    values = {name: getattr(layout, name) for name in _LAYOUT} | {"dp_shard": layout.state_ranks // layout.cp or 1}
     return {"device": layout.device.name, "params": layout.model.params, **values}
 
 

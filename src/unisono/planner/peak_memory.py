@@ -6,20 +6,23 @@ that keeps no scores) and logits. What the allocator reserves beyond them is fit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from unisono.planner.layout import Layout, Numbers
+from unisono.planner.stage_blocks import blocks_per_rank
 from unisono.planner.step_time import fitted_constants
 
 _BYTES: Final = 2  # of an activation
-# of each parameter with AdamW: weight, gradient and two moments in 32 bits (FSDP2's mixed precision); the weight in 16 bits and
-# the gradient in 32, with a weight and moments in 32 bits that replicas share (ZeRO 1, Megatron-LM); all in 16 bits (one device)
-_SHARDED, _REPLICATED, _SHARED, _ALONE = 16, 6, 12, 8
-_GATHERED_BLOCKS: Final = 3  # parameters of this block and the next, gradients of this one, in 16 bits
+# of each parameter with AdamW, by ZeRO stage: what each rank holds, and what ranks share. The passes need a weight in 16 bits and
+# a gradient in 32, the optimizer a weight and two moments in 32 (Megatron-LM); ZeRO 3 gathers the weight of 32 bits
+_HELD, _SHARED = (18, 6, 2, 0), (0, 12, 16, 16)
+_ALONE: Final = 8  # on one device, all in 16 bits
+# blocks whose parameters (this one's, the next one's) and gradients (this one's) are there in 16 bits while they are used
+_GATHERED_BLOCKS: Final = (0, 0, 1, 3)
 _LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
 _LOG_SUM: Final = 4  # bytes of the logarithm that attention keeps for each head and token
 # reserved over counted, the medians of published runs that say how they were run (benchmarks/planner/published_memory.py)
@@ -58,9 +61,43 @@ class MemoryParts:
         return self.counted + self.allocator
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline, by the names of ``MemoryParts``.
+
+    Attributes:
+        rank: Its place in the pipeline.
+        blocks: Blocks of the model that it has; a mean if the model has fewer than the pipeline stages.
+        states: Parameters, gradients and optimizer states.
+        gathered: Parameters and gradients of blocks while they are used.
+        activations: Of all micro-batches in flight.
+        recomputed: Beyond these, while a block's backward pass runs.
+        logits: Of one micro-batch; 0 on all ranks but the last.
+    """
+
+    rank: int
+    blocks: float
+    states: float
+    gathered: float
+    activations: float
+    recomputed: float
+    logits: float
+
+    @property
+    def counted(self) -> float:
+        """What must fit into the device."""
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> tuple[float, float, float, float, float]:
+        """States, gathered, activations, recomputed and logits."""
+        return self.states, self.gathered, self.activations, self.recomputed, self.logits
+
+
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
-    """The memory of each of ``layouts``."""
-    counted = np.array([_largest(layout) for layout in layouts]).reshape(len(layouts), 5)
+    """The memory of each of ``layouts``: of the rank of its pipeline that needs most."""
+    largest = [max(stage_memory(layout).values(), key=lambda stage: stage.counted) for layout in layouts]
+    counted = np.array([stage.parts for stage in largest]).reshape(len(layouts), 5)
     factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
     room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(1)
     states, gathered, activations, recomputed, logits = counted.T
@@ -74,39 +111,55 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     )
 
 
-def _largest(layout: Layout) -> tuple[float, float, float, float, float]:
-    """States, gathered, activations, recomputed and logits of the first or the last stage, whichever needs more."""
-    return max((_stage(layout, is_last=is_last) for is_last in {layout.pp == 1, True}), key=sum)
+def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
+    """Memory of ranks of the pipeline: the first, of those between the one that needs most, and the last."""
+    blocks = blocks_per_rank(layout)
+    names = {0: "first", layout.pp - 1: "last"} if layout.pp > 1 else {0: "only"}
+    if layout.pp > 2:
+        kept = [blocks[rank] * _in_flight(layout, rank) for rank in range(1, layout.pp - 1)]
+        names[1 + int(np.argmax(kept))] = "middle"
+    return {names[rank]: _stage(layout, rank, blocks[rank]) for rank in sorted(names)}
 
 
-def _stage(layout: Layout, *, is_last: bool) -> tuple[float, float, float, float, float]:
-    """The same of the last stage, or of the first one of several."""
-    model, tp, pp = layout.model, layout.tp, layout.pp
-    outer = model.vocab * model.hidden * (1 if pp > 1 or model.tied else 2) / tp  # embedding, output matrix
-    experts = model.expert_layers * model.experts * model.expert_params / layout.ep
-    blocks = (model.dense_params + experts) / (tp * pp)
-    replicas = layout.dp * layout.cp
-    gathered = 0.0
-    if layout.dp_shard > 1:
-        states = _SHARDED * (blocks + outer) / (layout.dp_shard * layout.cp)
-        # what lies outside of the blocks stays gathered from forward to backward
-        gathered = _BYTES * (_GATHERED_BLOCKS * blocks * pp / model.layers + outer)
-    elif layout.num_devices == 1:
-        states = _ALONE * (blocks + outer)
+def _stage(layout: Layout, rank: int, blocks: float) -> StageMemory:
+    """Memory of a ``rank`` of the pipeline that has so many ``blocks``."""
+    model, tp = layout.model, layout.tp
+    is_first, is_last = rank == 0, rank == layout.pp - 1
+    # embedding and output matrix; a tied one is on both ends of a pipeline
+    matrices = 1 if layout.pp == 1 and model.tied else is_first + is_last
+    outer = matrices * model.vocab * model.hidden / tp
+    dense = blocks * model.dense_params / (model.layers * tp) + outer
+    experts = blocks * model.expert_layers * model.experts * model.expert_params / (model.layers * tp * layout.ep)
+    if layout.num_devices == 1:
+        states = _ALONE * (dense + experts)
     else:
-        states = (_REPLICATED + _SHARED / replicas) * (blocks + outer)
+        zero, ranks = layout.zero, layout.state_ranks
+        of_dense, of_expert = (_HELD[zero] + _SHARED[zero] / each for each in (ranks, max(1.0, ranks / layout.ep)))
+        states = of_dense * dense + of_expert * experts
+    gathered = 0.0
+    if layout.state_ranks > 1 and layout.zero > 1:
+        # what lies outside of the blocks stays gathered from forward to backward
+        gathered = _BYTES * (_GATHERED_BLOCKS[layout.zero] * (dense - outer + experts) / blocks + outer)
     kept, block = _block_bytes(layout)
     tokens = layout.micro_batch * layout.seq_len / layout.cp / tp  # with sequence parallelism beside tensor parallelism
-    in_flight = 1.0 if is_last else _in_flight(layout)
-    logits = _LOGIT * model.vocab * tokens if is_last else 0.0
-    return states, gathered, kept * tokens * model.layers / pp * in_flight, (block - kept) * tokens, logits
+    return StageMemory(
+        rank=rank,
+        blocks=blocks,
+        states=states,
+        gathered=gathered,
+        activations=kept * tokens * blocks * _in_flight(layout, rank),
+        recomputed=(block - kept) * tokens,
+        logits=_LOGIT * model.vocab * tokens if is_last else 0.0,
+    )
 
 
-def _in_flight(layout: Layout) -> float:
-    """Micro-batches of which the first stage keeps activations (1F1B; interleaved as Narayanan et al. 2021, section 2.2)."""
+def _in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches of which a ``rank`` of the pipeline keeps activations (1F1B; interleaved as Narayanan et al. 2021, section
+    2.2: the first ranks hold more chunks, the last ones fewer).
+    """
     pp, per_rank = layout.pp, layout.stages_per_rank or fitted_constants().stages_per_rank
-    more = 1 + (pp - 1) / (pp * per_rank) if per_rank > 1 else 1.0
-    return min(pp, layout.num_micro_batches) * more
+    most = pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank
+    return min(most, layout.num_micro_batches)
 
 
 def _block_bytes(layout: Layout) -> tuple[float, float]:
@@ -130,7 +183,7 @@ def _block_bytes(layout: Layout) -> tuple[float, float]:
         block += 4 * _BYTES * hidden * (layout.tp - 1)
     if layout.recompute == "full":
         return _BYTES * hidden, block
-    if layout.recompute == "selective" and layout.dp_shard > 1:
+    if layout.recompute == "selective" and layout.zero > 1 and layout.state_ranks > 1:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
         kept = _BYTES * (2 * hidden + 2 * query + key_value + units) + _LOG_SUM * model.heads
         return kept, block

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.planner.search import AXES, Candidate, Job, SearchResult
+from unisono.planner.layout_space import AXES, Job
+from unisono.planner.search import Candidate, SearchResult
 from unisono.planner.simulate import Prediction
 from unisono.report.bars import stacked_bars
 from unisono.report.charts import curve_layout
@@ -26,6 +27,7 @@ _COLOURS: Final = {
     "tensor_parallel": "#9a6700",
     "expert_parallel": "#bf8700",
     "context_parallel": "#e6b450",
+    "imbalance": "#5c3d00",
     "bubble": "#7d4e00",
     "sharding": "#d29922",
     "gradients": "#cf222e",
@@ -79,8 +81,9 @@ def write_plan_page(path: Path, job: Job, found: SearchResult, best: Prediction)
 
 def layout_text(candidate: Candidate) -> str:
     """The axes that a layout uses, such as ``tp=8 pp=4``."""
-    values = ((axis, getattr(candidate.layout, axis)) for axis in AXES)
-    return " ".join(f"{axis}={value}" for axis, value in values if value not in (0, 1, "none")) or "replicas alone"
+    values = [(axis, getattr(candidate.layout, axis)) for axis in AXES]
+    used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
+    return " ".join(f"{axis}={value}" for axis, value in used) or "replicas alone"
 
 
 def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale: float, note: str) -> Section:
