@@ -151,8 +151,8 @@ def choose(job: Job, compared: Compared) -> SearchResult:
     simplest = None
     if best is not None:
         near = np.flatnonzero(fits & (times <= times[best] * (1 + _SAME)))
-        least = min(near, key=lambda index: (_complexity(compared.layouts[index]), times[index]))
-        simplest = compared.candidate(int(least))
+        least = min(map(int, near), key=lambda index: (_complexity(compared.layouts[index]), times[index]))
+        simplest = compared.candidate(least)
     return SearchResult(
         best=None if best is None else compared.candidate(best),
         simplest=simplest,
