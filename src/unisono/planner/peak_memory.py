@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from unisono.planner.layout import Layout, Numbers
+from unisono.planner.layout import Layout, Numbers, Recompute, columns
+from unisono.planner.model_shape import ModelShape
 from unisono.planner.stage_blocks import blocks_per_rank
 from unisono.planner.step_time import fitted_constants
 
@@ -96,75 +98,112 @@ class StageMemory:
 
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     """The memory of each of ``layouts``: of the rank of its pipeline that needs most."""
-    largest = [max(stage_memory(layout).values(), key=lambda stage: stage.counted) for layout in layouts]
-    counted = np.array([stage.parts for stage in largest]).reshape(len(layouts), 5)
+    places = [_places(layout) for layout in layouts]
+    parts = np.stack([_stage_parts(layouts, [place[which] for place in places]) for which in range(3)])
+    counted = np.take_along_axis(parts, parts.sum(1).argmax(0)[None, None, :], 0)[0]
     factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
-    room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(1)
-    states, gathered, activations, recomputed, logits = counted.T
+    room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(0)
+    states, gathered, activations, recomputed, logits = counted
     return MemoryParts(
         states=states,
         gathered=gathered,
         activations=activations,
         recomputed=recomputed,
         logits=logits,
-        allocator=np.clip(counted.sum(1) * (factor - 1), 0, np.maximum(0, room)),
+        allocator=np.clip(counted.sum(0) * (factor - 1), 0, np.maximum(0, room)),
     )
 
 
 def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
     """Memory of ranks of the pipeline: the first, of those between the one that needs most, and the last."""
-    blocks = blocks_per_rank(layout)
-    names = {0: "first", layout.pp - 1: "last"} if layout.pp > 1 else {0: "only"}
-    if layout.pp > 2:
-        kept = [blocks[rank] * _in_flight(layout, rank) for rank in range(1, layout.pp - 1)]
-        names[1 + int(np.argmax(kept))] = "middle"
-    return {names[rank]: _stage(layout, rank, blocks[rank]) for rank in sorted(names)}
+    first, middle, last = _places(layout)
+    names = {"only": first} if layout.pp == 1 else {"first": first, "middle": middle, "last": last}
+    if layout.pp == 2:
+        del names["middle"]
+    found: dict[str, StageMemory] = {}
+    for name, (rank, blocks, in_flight) in names.items():
+        values = _stage_parts([layout], [(rank, blocks, in_flight)])[:, 0]
+        parts = dict(
+            zip(("states", "gathered", "activations", "recomputed", "logits"), map(float, values), strict=True)
+        )
+        found[name] = StageMemory(rank=rank, blocks=blocks, **parts)
+    return found
 
 
-def _stage(layout: Layout, rank: int, blocks: float) -> StageMemory:
-    """Memory of a ``rank`` of the pipeline that has so many ``blocks``."""
-    model, tp = layout.model, layout.tp
-    is_first, is_last = rank == 0, rank == layout.pp - 1
+# a rank of a pipeline, its blocks, and the micro-batches of which it keeps activations
+_Place = tuple[int, float, float]
+
+
+def _places(layout: Layout) -> tuple[_Place, _Place, _Place]:
+    """The first rank, the one between that keeps most activations, and the last; without one between, the first in its place."""
+    per_rank = layout.stages_per_rank or fitted_constants().stages_per_rank
+    return _places_of(blocks_per_rank(layout), per_rank, layout.num_micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _places_of(blocks: tuple[float, ...], per_rank: float, micro_batches: float) -> tuple[_Place, _Place, _Place]:
+    pp = len(blocks)
+    # 1F1B; interleaved as Narayanan et al. 2021, section 2.2: the first ranks hold more chunks, the last ones fewer
+    most = (pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank for rank in range(pp))
+    ranks = [(rank, blocks[rank], min(flying, micro_batches)) for rank, flying in enumerate(most)]
+    middle = max(ranks[1:-1], key=lambda place: place[1] * place[2], default=ranks[0])
+    return ranks[0], middle, ranks[-1]
+
+
+def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers:
+    """States, gathered, activations, recomputed and logits (first dimension) of one place in each of ``layouts`` (second)."""
+    rank, blocks, in_flight = np.array(places, float).reshape(-1, 3).T
+    layers, vocab, hidden, dense_params, expert_params, tied = columns(
+        layouts,
+        lambda it: it.model.layers,
+        lambda it: it.model.vocab,
+        lambda it: it.model.hidden,
+        lambda it: it.model.dense_params,
+        lambda it: it.model.expert_layers * it.model.experts * it.model.expert_params,
+        lambda it: it.model.tied,
+    )
+    tp, pp, ep, zero, ranks, devices = columns(
+        layouts,
+        lambda it: it.tp,
+        lambda it: it.pp,
+        lambda it: it.ep,
+        lambda it: it.zero,
+        lambda it: it.state_ranks,
+        lambda it: it.num_devices,
+    )
+    # of a sequence on a rank, with sequence parallelism beside tensor parallelism
+    (tokens,) = columns(layouts, lambda it: it.micro_batch * it.seq_len / it.cp / it.tp)
+    kept, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 2).T
+    is_last = rank == pp - 1
     # embedding and output matrix; a tied one is on both ends of a pipeline
-    matrices = 1 if layout.pp == 1 and model.tied else is_first + is_last
-    outer = matrices * model.vocab * model.hidden / tp
-    dense = blocks * model.dense_params / (model.layers * tp) + outer
-    experts = blocks * model.expert_layers * model.experts * model.expert_params / (model.layers * tp * layout.ep)
-    if layout.num_devices == 1:
-        states = _ALONE * (dense + experts)
-    else:
-        zero, ranks = layout.zero, layout.state_ranks
-        of_dense, of_expert = (_HELD[zero] + _SHARED[zero] / each for each in (ranks, max(1.0, ranks / layout.ep)))
-        states = of_dense * dense + of_expert * experts
-    gathered = 0.0
-    if layout.state_ranks > 1 and layout.zero > 1:
-        # what lies outside of the blocks stays gathered from forward to backward
-        gathered = _BYTES * (_GATHERED_BLOCKS[layout.zero] * (dense - outer + experts) / blocks + outer)
-    kept, block = _block_bytes(layout)
-    tokens = layout.micro_batch * layout.seq_len / layout.cp / tp  # with sequence parallelism beside tensor parallelism
-    return StageMemory(
-        rank=rank,
-        blocks=blocks,
-        states=states,
-        gathered=gathered,
-        activations=kept * tokens * blocks * _in_flight(layout, rank),
-        recomputed=(block - kept) * tokens,
-        logits=_LOGIT * model.vocab * tokens if is_last else 0.0,
+    matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
+    outer = matrices * vocab * hidden / tp
+    inner, experts = blocks / layers * dense_params / tp, blocks / layers * expert_params / (tp * ep)
+    stage = zero.astype(int)
+    held, shared, used = (np.take(np.array(each, float), stage) for each in (_HELD, _SHARED, _GATHERED_BLOCKS))
+    states = (held + shared / ranks) * (inner + outer) + (held + shared / np.maximum(1, ranks / ep)) * experts
+    # what lies outside of the blocks stays gathered from forward to backward
+    gathered = _BYTES * (used * (inner + experts) / blocks + outer) * ((ranks > 1) & (zero > 1))
+    return np.stack(
+        [
+            np.where(devices == 1, _ALONE * (inner + outer + experts), states),
+            gathered,
+            kept * tokens * blocks * in_flight,
+            (block - kept) * tokens,
+            _LOGIT * vocab * tokens * is_last,
+        ]
     )
 
 
-def _in_flight(layout: Layout, rank: int) -> float:
-    """Micro-batches of which a ``rank`` of the pipeline keeps activations (1F1B; interleaved as Narayanan et al. 2021, section
-    2.2: the first ranks hold more chunks, the last ones fewer).
-    """
-    pp, per_rank = layout.pp, layout.stages_per_rank or fitted_constants().stages_per_rank
-    most = pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank
-    return min(most, layout.num_micro_batches)
-
-
 def _block_bytes(layout: Layout) -> tuple[float, float]:
+    """``_bytes_of_block`` of a layout."""
+    is_fsdp = layout.zero > 1 and layout.state_ranks > 1
+    return _bytes_of_block(layout.model, layout.tp, layout.recompute, is_fsdp)
+
+
+@lru_cache(maxsize=1024)
+def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float]:
     """Bytes of a token that a block keeps for its backward pass, and those that it has while that runs; means over the blocks."""
-    model = layout.model
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = 3 if model.gated else 2
     # inputs of both norms, outputs of both, queries, keys, values and weighted values
@@ -179,11 +218,11 @@ def _block_bytes(layout: Layout) -> tuple[float, float]:
         # the copies of a token that go to experts and come back
         attention += _BYTES * 2 * hidden * model.experts_per_token * model.expert_layers / model.layers
     block = attention + per_unit * units
-    if layout.tp > 1:  # inputs and outputs of both layers are gathered while they are used
-        block += 4 * _BYTES * hidden * (layout.tp - 1)
-    if layout.recompute == "full":
+    if tp > 1:  # inputs and outputs of both layers are gathered while they are used
+        block += 4 * _BYTES * hidden * (tp - 1)
+    if recompute == "full":
         return _BYTES * hidden, block
-    if layout.recompute == "selective" and layout.zero > 1 and layout.state_ranks > 1:
+    if recompute == "selective" and is_fsdp:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
         kept = _BYTES * (2 * hidden + 2 * query + key_value + units) + _LOG_SUM * model.heads
         return kept, block
