@@ -131,3 +131,11 @@ class Layout:
 def columns(layouts: Sequence[Layout], *values: Callable[[Layout], float]) -> tuple[Numbers, ...]:
     """One array for each of ``values``, with an element for each layout."""
     return tuple(np.array([float(value(layout)) for layout in layouts]) for value in values)
+
+
+def model_columns(layouts: Sequence[Layout], *values: Callable[[ModelShape], float]) -> tuple[Numbers, ...]:
+    """The same for ``values`` of the model, each counted once for a model that many layouts share."""
+    models = {id(layout.model): layout.model for layout in layouts}
+    places = {key: place for place, key in enumerate(models)}
+    which = np.array([places[id(layout.model)] for layout in layouts], int)
+    return tuple(np.array([float(value(model)) for model in models.values()])[which] for value in values)

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from unisono.planner.layout import Layout, Numbers, Recompute, columns
+from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_columns
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.stage_blocks import blocks_per_rank
 from unisono.planner.step_time import fitted_constants
@@ -153,14 +153,14 @@ def _places_of(blocks: tuple[float, ...], per_rank: float, micro_batches: float)
 def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers:
     """States, gathered, activations, recomputed and logits (first dimension) of one place in each of ``layouts`` (second)."""
     rank, blocks, in_flight = np.array(places, float).reshape(-1, 3).T
-    layers, vocab, hidden, dense_params, expert_params, tied = columns(
+    layers, vocab, hidden, dense_params, expert_params, tied = model_columns(
         layouts,
-        lambda it: it.model.layers,
-        lambda it: it.model.vocab,
-        lambda it: it.model.hidden,
-        lambda it: it.model.dense_params,
-        lambda it: it.model.expert_layers * it.model.experts * it.model.expert_params,
-        lambda it: it.model.tied,
+        lambda it: it.layers,
+        lambda it: it.vocab,
+        lambda it: it.hidden,
+        lambda it: it.dense_params,
+        lambda it: it.expert_layers * it.experts * it.expert_params,
+        lambda it: it.tied,
     )
     tp, pp, ep, zero, ranks, devices = columns(
         layouts,

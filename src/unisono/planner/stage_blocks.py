@@ -14,6 +14,8 @@ from unisono.planner.layout import Layout
 def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
     """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks."""
     model, stages = layout.model, max(1, layout.stages_per_rank)
+    if layout.pp == 1:
+        return (float(model.layers),)
     if layout.cut == "equal" or layout.pp * stages > model.layers:
         return (model.layers / layout.pp,) * layout.pp
     passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params

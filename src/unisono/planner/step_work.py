@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from unisono.planner.layout import Layout, Numbers, columns
+from unisono.planner.layout import Layout, Numbers, columns, model_columns
 from unisono.planner.stage_blocks import blocks_per_rank
 
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
@@ -92,23 +92,22 @@ class StepWork:
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
     """The work of each of ``layouts``."""
-    layers, hidden, vocab, score_dims, kv_dims = columns(
+    layers, hidden, vocab, score_dims = model_columns(
+        layouts, lambda it: it.layers, lambda it: it.hidden, lambda it: it.vocab, lambda it: it.score_dims
+    )
+    (kv_dims,) = columns(
         layouts,
-        lambda it: it.model.layers,
-        lambda it: it.model.hidden,
-        lambda it: it.model.vocab,
-        lambda it: it.model.score_dims,
         lambda it: it.model.kv_rank or it.model.kv_heads * it.model.head_dim / min(it.tp, it.model.kv_heads),
     )
-    dense, expert, expert_layers, experts, active, units, all_params = columns(
+    dense, expert, expert_layers, experts, active, units, all_params = model_columns(
         layouts,
-        lambda it: it.model.dense_params,
-        lambda it: it.model.expert_params,
-        lambda it: it.model.expert_layers,
-        lambda it: max(1, it.model.experts),
-        lambda it: it.model.experts_per_token,
-        lambda it: it.model.ffn,
-        lambda it: it.model.params,
+        lambda it: it.dense_params,
+        lambda it: it.expert_params,
+        lambda it: it.expert_layers,
+        lambda it: max(1, it.experts),
+        lambda it: it.experts_per_token,
+        lambda it: it.ffn,
+        lambda it: it.params,
     )
     tp, pp, cp, ep, dp, shared, zero = columns(
         layouts,
