@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,6 +67,8 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
     from unisono.planner.plan_page import write_plan_page
     from unisono.planner.search import choose, compare
 
+    if apply is not None and os.path.lexists(apply):
+        raise _refused(f"--apply {apply}", "a file that exists is not overwritten", "another name")
     try:
         job = _job(**options)
         compared = compare(job)
