@@ -47,7 +47,8 @@ def plan_of(layout: Layout) -> Plan:
         precision=layout.precision,
         recompute=layout.recompute,
     )
-    plan = derive_plan(options, world_size=layout.num_devices, device="cuda", native_bf16=True)
+    # no rule of these options depends on the device, and the file does not name one
+    plan = derive_plan(options, world_size=layout.num_devices, device="cpu", native_bf16=True)
     if layout.pp > 1:
         plan = plan.updated(pipeline={"layers_per_stage": blocks_per_stage(layout)})
         validate_plan(plan, layout.num_devices)
