@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.planner.fitting import PublishedRun, read_runs
 
 from unisono.planner.layout import LayoutError
-from unisono.planner.search import Job, search
+from unisono.planner.layout_space import Job
+from unisono.planner.search import search
 from unisono.planner.simulate import predict
 
 

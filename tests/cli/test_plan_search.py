@@ -26,7 +26,8 @@ def test_the_best_plan_its_reasons_and_other_values(desk: Desk) -> None:
     assert layout.startswith("device=h100 params=70552387584 precision=bf16 num_devices=64 ")
     assert step.startswith("step ")
     assert any(line.startswith(("memory decides: ", "memory does not decide: ")) for line in more)
-    others = more[more.index("other values, each with the best of the other axes") + 1 :]
+    first_other = more.index("other values, each with the best of the other axes") + 1
+    others = more[first_other : more.index("values that no layout has")]
     assert {line.split("=")[0].strip() for line in others} >= {"tp", "pp", "micro_batch", "recompute"}
     found = json.loads(desk.here("plan", *JOB, "--json").out)
     assert found["best"]["prediction"]["step_s"] == pytest.approx(found["best"]["step_s"])
@@ -40,7 +41,12 @@ def test_the_best_plan_is_what_simulate_predicts(desk: Desk) -> None:
     columns = [
         f"{name}={layout[name]}" for name in ("tp", "pp", "cp", "ep", "micro_batch", "global_batch", "recompute")
     ]
-    columns += [f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}"]
+    columns += [
+        f"fsdp={layout['dp_shard']}",
+        f"zero={layout['zero']}",
+        "cut=balanced",
+        f"notes=VP={layout['stages_per_rank']}",
+    ]
     job = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns)
     simulated = json.loads(desk.here("plan", "simulate", "--json", *job).out)
     assert simulated["step_s"] == pytest.approx(best["step_s"])
@@ -195,3 +201,77 @@ def test_names_that_are_refused_before_anything_is_measured(desk: Desk, output: 
     assert said in answer.err
     assert "so:   nothing was measured" in answer.err
     assert (desk.folder / "taken.toml").read_text() == "# mine\n"
+
+
+def test_what_would_change_the_decision_fewer_devices_and_rules(desk: Desk) -> None:
+    text = desk.here("plan", *JOB).out.splitlines()
+    found = json.loads(desk.here("plan", *JOB, "--json").out)
+    flips = text[text.index("what would change the decision") + 1 : text.index("fewer devices")]
+    other = [f"{flip['changed']} x {flip['factor']:g}" for flip in found["flips"] if flip["is_other"]]
+    assert len(found["flips"]) == 10
+    assert [line.strip()[: len(name)] for line, name in zip(flips, other, strict=False)] == other
+    assert flips[-1].startswith("  the same layout with ")
+    assert [each["num_devices"] for each in found["device_counts"]] == [64, 32, 16]
+    assert found["device_counts"][0]["best"]["step_s"] == found["best"]["step_s"]
+    assert any(line.startswith("  tp=16, 32, 64") and line.endswith("fast links connect 8 devices") for line in text)
+    assert {(each["axis"], each["value"]) for each in found["refused"]} >= {("tp", 16), ("cp", 2), ("ep", 2)}
+    assert all(each["reason"] for each in (*found["changes"], *found["refused"]))
+
+
+def test_each_part_says_how_it_is_known_and_each_stage_what_it_needs(desk: Desk) -> None:
+    given = (*JOB, "--pin", "pp=4")
+    text = desk.here("plan", *given).out
+    found = json.loads(desk.here("plan", *given, "--json").out)
+    best = found["best"]
+    for name in (*best["prediction"]["parts_s"], *best["prediction"]["memory"], "step_s", "needed_bytes", "params"):
+        assert found["sources"][name]["kind"] in ("exact", "modelled", "fitted")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["states", "exact"] in [[line[0], line[-1]] for line in lines if line]
+    assert ["matmul", "fitted"] in [[line[0], line[-1]] for line in lines if line]
+    assert list(best["stages"]) == ["first", "middle", "last"]
+    assert max(stage["needed_bytes"] for stage in best["stages"].values()) == pytest.approx(best["needed_bytes"])
+    assert sum("stage" in line[1:2] for line in lines) == 3
+    assert best["refused_by_runs"] == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pins", [("dp_shard=2", "zero=2"), ("pp=2", "stages_per_rank=2")], ids=str)
+def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: Path, pins: tuple[str, str]) -> None:
+    file = str(tmp_path / "plan.json")
+    job = (
+        "--cluster=h100x2",
+        "--model=gpt2-124m",
+        "--global-batch=4",
+        *(f"--pin={pin}" for pin in pins),
+        "--pin=micro_batch=1",
+    )
+    planned = desk.here("plan", *job, f"--apply={file}", "--json")
+    assert planned.code == 0, planned.err
+    assert desk.here("plan", "check", file, "--processes=2").code == 0
+    assert desk.here("plan", *job, f"--apply={file}").code == 2
+    settings = (
+        *("model.dim=16", "model.num_heads=2", "model.num_layers=12", "data.seq_len=16", "train.steps=2"),
+        *("launch.num_processes=2", f"run.dir={tmp_path / 'run'}", "plan.device=cpu", "train.eval_every_steps=0"),
+    )
+    done = desk.process("train", "--plan", file, *(f"--set={setting}" for setting in settings))
+    assert done.code == 0, done.err
+    plan = json.loads(desk.here("plan", "show", str(tmp_path / "run"), "--json").out)["plan"]
+    layout = json.loads(planned.out)["best"]["layout"]
+    assert (plan["mesh"]["pp"], plan["mesh"]["dp_shard"]) == (layout["pp"], layout["dp_shard"])
+    assert plan["batch"] == {"global_batch": 4, "micro_batch": 1, "accumulation": 4 // layout["dp"]}
+    assert layout["pp"] == 1 or (plan["pipeline"]["schedule"], sum(plan["pipeline"]["layers_per_stage"])) == (
+        "interleaved",
+        12,
+    )
+    assert layout["pp"] > 1 or plan["fsdp"]["zero"] == 2
+
+
+def test_a_layout_that_no_run_has_says_so_and_is_not_written(desk: Desk, tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    given = (*JOB, "--precision=fp8", "--pin=tp=8", "--pin=pp=1")
+    text = desk.here("plan", *given)
+    assert "unisono train refuses this layout: precision fp8 with tp 8" in text.out
+    applied = desk.here("plan", *given, f"--apply={file}")
+    assert applied.code == 2
+    assert "runs compute in bf16 or fp16, and without tp in fp8" in applied.err
+    assert not Path(file).exists()

@@ -16,7 +16,7 @@ def test_a_job_has_a_time_an_interval_and_its_parts(desk: Desk) -> None:
     text = desk.here("plan", "simulate", *JOB)
     assert text.code == 0, text.err
     job, assumed, first, second, *parts = text.out.splitlines()
-    assert "device=h100 params=70552387584 precision=bf16 num_devices=64 dp=2 dp_shard=1 tp=8 pp=4" in job
+    assert "device=h100 params=70552387584 precision=bf16 num_devices=64 dp=2 zero=1 dp_shard=2 tp=8 pp=4" in job
     assert assumed.startswith("stages per rank are not given")
     assert first.startswith("step ")
     assert "nine of ten such runs lie between" in first

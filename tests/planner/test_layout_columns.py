@@ -26,7 +26,8 @@ def test_a_row_needs_little() -> None:
     job = read_layout(ROW)
     assert job.model == PRESETS["llama-3-8b"]
     assert (job.seq_len, job.micro_batch, job.global_batch, job.precision) == (8192, 1, 16, "bf16")
-    assert (job.tp, job.pp, job.cp, job.ep, job.dp_shard, job.recompute) == (1, 1, 1, 1, 1, "none")
+    assert (job.tp, job.pp, job.cp, job.ep, job.state_ranks, job.recompute) == (1, 1, 1, 1, 16, "none")
+    assert (job.zero, job.cut) == (1, "equal")
 
 
 def test_what_a_row_says_wins_over_the_preset() -> None:
@@ -40,6 +41,15 @@ def test_what_a_row_says_wins_over_the_preset() -> None:
     assert (model.layers, model.head_dim, model.kv_heads, model.ffn, model.vocab) == (32, 64, 4, 8192, 1000)
     experts = read_layout(ROW | {"model": "mixtral-8x7b", "layers": "8"}).model
     assert (experts.layers, experts.experts) == (8, 8)
+
+
+def test_the_zero_stage_follows_from_the_ranks_that_share_states_unless_it_is_given() -> None:
+    found = [
+        read_layout(ROW | row)
+        for row in ({"fsdp": "8"}, {"fsdp": "8", "zero": "2"}, {"zero": "0"}, {"zero": "3", "cp": "2"})
+    ]
+    assert [(job.zero, job.state_ranks) for job in found] == [(3, 8), (2, 8), (0, 1), (3, 16)]
+    assert read_layout(ROW | {"cut": "balanced"}).cut == "balanced"
 
 
 def test_a_model_without_preset_has_the_shape_of_the_row() -> None:
@@ -92,6 +102,8 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ({"gpu_type": "A100", "precision": "fp8"}, "precision fp8: a100-80 does not compute it"),
         ({"recompute": "ful"}, "recompute 'ful': it is full, selective or none"),
         ({"layers": "2", "hidden": "8", "heads": "3", "model": "ours"}, "heads 3 for hidden 8: heads divide hidden"),
+        ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
+        ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),
         ({"ep": "2"}, "ep 2: it divides the model's 0 experts"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryParts, peak_memory
+from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryParts, peak_memory, stage_memory
+from unisono.planner.stage_blocks import blocks_per_rank
 
 GIB = 2**30
 ALONE = Layout(
@@ -17,6 +18,7 @@ ALONE = Layout(
     device=DEVICES["b200"],
     precision="bf16",
     num_devices=8,
+    zero=3,
     dp_shard=8,
     micro_batch=2,
     global_batch=16,
@@ -82,7 +84,7 @@ def test_tensor_and_context_parallelism_divide_activations() -> None:
 
 
 def test_the_first_stage_keeps_what_all_stages_have_in_flight() -> None:
-    piped = replace(ALONE, dp_shard=1, pp=4, stages_per_rank=1, num_devices=8, micro_batch=1, global_batch=32)
+    piped = replace(ALONE, zero=1, dp_shard=2, pp=4, stages_per_rank=1, num_devices=8, micro_batch=1, global_batch=32)
     alone = parts(replace(ALONE, micro_batch=1))["activations"]
     assert parts(piped)["activations"] == pytest.approx(alone)  # a quarter of the layers, four micro-batches
     assert parts(replace(piped, global_batch=6))["activations"] == pytest.approx(
@@ -93,16 +95,69 @@ def test_the_first_stage_keeps_what_all_stages_have_in_flight() -> None:
     assert parts(last)["logits"] == 12 * 128256 * 8192  # with few layers the last stage needs most
 
 
-def test_states_of_replicas_and_of_one_device() -> None:
+@pytest.mark.parametrize(("zero", "of_each"), [(0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)])
+def test_states_of_each_zero_stage(zero: int, of_each: float) -> None:
+    """Bytes of a parameter with gradients in 32 bits: those of the ZeRO paper (arXiv 1910.02054), and Megatron's 6 + 12 / d."""
     params = ALONE.model.params
-    assert parts(replace(ALONE, dp_shard=1))["states"] == pytest.approx((6 + 12 / 8) * params)
-    one = replace(ALONE, dp_shard=1, num_devices=1, global_batch=2)
-    assert parts(one)["states"] == pytest.approx(8 * params)
+    layout = replace(ALONE, zero=zero, dp_shard=8 if zero else 1)
+    assert parts(layout)["states"] == pytest.approx(of_each * params)
+    piped = replace(layout, num_devices=16, pp=2, global_batch=64, micro_batch=1, model=replace(ALONE.model, layers=64))
+    outer = ALONE.model.vocab * ALONE.model.hidden
+    assert stage_memory(piped)["first"].states == pytest.approx(of_each * (ALONE.model.dense_params + outer))
+
+
+def test_what_is_gathered_for_each_zero_stage() -> None:
+    """Parameters of two blocks and gradients of one with ZeRO 3, gradients of one with ZeRO 2, none with ZeRO 1."""
+    params, outer = ALONE.model.params, 2 * ALONE.model.vocab * ALONE.model.hidden
+    block = (params - outer) / 32
+    found = [parts(replace(ALONE, zero=zero))["gathered"] for zero in (1, 2, 3)]
+    assert found == pytest.approx([0, 2 * (block + outer), 2 * (3 * block + outer)])
+
+
+def test_states_of_one_device() -> None:
+    one = replace(ALONE, dp_shard=0, zero=1, num_devices=1, global_batch=2)
+    assert parts(one)["states"] == pytest.approx(8 * ALONE.model.params)
 
 
 def test_experts_are_divided_by_their_ranks() -> None:
-    mixtral = replace(ALONE, model=PRESETS["mixtral-8x7b"], dp_shard=1, micro_batch=1, global_batch=8, seq_len=4096)
+    """Ranks that share experts are among those that share states: with all of them, no rank is left to share an expert's."""
+    mixtral = replace(ALONE, model=PRESETS["mixtral-8x7b"], zero=1, micro_batch=1, global_batch=8, seq_len=4096)
     model = mixtral.model
     experts = model.expert_layers * model.experts * model.expert_params
     fewer = parts(mixtral)["states"] - parts(replace(mixtral, ep=8))["states"]
-    assert fewer == pytest.approx((6 + 12 / 8) * experts * 7 / 8)
+    assert fewer == pytest.approx((6 + 12 / 8) * experts - 18 * experts / 8)
+    sharded = replace(mixtral, zero=3)
+    assert parts(sharded)["states"] == pytest.approx(parts(replace(sharded, ep=4))["states"])
+
+
+def test_each_stage_of_a_pipeline_has_its_own_memory() -> None:
+    """The first stage has the embedding and most micro-batches, the last the output matrix, its logits and fewer blocks."""
+    layout = Layout(
+        model=PRESETS["llama-3-405b"],
+        device=DEVICES["h100"],
+        precision="bf16",
+        num_devices=64,
+        tp=8,
+        pp=8,
+        stages_per_rank=1,
+        cut="balanced",
+        micro_batch=1,
+        global_batch=32,
+        seq_len=8192,
+    )
+    found = stage_memory(layout)
+    blocks = blocks_per_rank(layout)
+    assert sum(blocks) == 126
+    assert list(found) == ["first", "middle", "last"]
+    first, middle, last = found.values()
+    assert (first.rank, last.rank) == (0, 7)
+    assert [stage.blocks for stage in (first, middle, last)] == [blocks[0], blocks[middle.rank], blocks[7]]
+    of_micro_batch = first.activations / blocks[0] / 8
+    assert middle.activations == pytest.approx(of_micro_batch * blocks[middle.rank] * (8 - middle.rank))
+    assert last.activations == pytest.approx(of_micro_batch * blocks[7])
+    assert first.logits == middle.logits == 0 < last.logits
+    matrix = 18 * 128256 * 16384 / 8
+    assert first.states / blocks[0] * blocks[middle.rank] - middle.states == pytest.approx(
+        matrix * blocks[middle.rank] / blocks[0]
+    )
+    assert float(peak_memory([layout]).counted[0]) == max(stage.counted for stage in found.values())

@@ -8,17 +8,19 @@ import pytest
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import LayoutError
+from unisono.planner.layout_space import AXES, Job, Space
 from unisono.planner.model_presets import PRESETS
+from unisono.planner.model_shape import ModelShape
 from unisono.planner.peak_memory import peak_memory
-from unisono.planner.search import AXES, MEMORY_SHARE, Job, search
+from unisono.planner.search import MEMORY_SHARE, search
 from unisono.planner.simulate import predict
 
 GIB = 2**30
 
 
-def job(model: str = "llama-3-8b", device: str = "h100", num_devices: int = 8, **changes: object) -> Job:
+def job(model: str | ModelShape = "llama-3-8b", device: str = "h100", num_devices: int = 8, **changes: object) -> Job:
     whole = Job(
-        model=PRESETS[model],
+        model=PRESETS[model] if isinstance(model, str) else model,
         device=DEVICES[device],
         num_devices=num_devices,
         precision="bf16",
@@ -68,7 +70,10 @@ def test_more_memory_never_gives_a_slower_plan(each: Job) -> None:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"micro_batch": 2}, {"recompute": "full"}, {"tp": 2, "pp": 4}],
+    [
+        {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
+        {"recompute": "full"}, {"tp": 2, "pp": 4},
+    ],
     ids=str,
 )  # fmt: skip
 def test_pins_are_kept(pins: dict[str, int | str]) -> None:
@@ -77,6 +82,49 @@ def test_pins_are_kept(pins: dict[str, int | str]) -> None:
     for candidate in (found.best, *found.pareto, *(each for _, _, each in found.changes)):
         assert {name: getattr(candidate.layout, name) for name in pins} == pins
     assert {axis for axis, _, _ in found.changes}.isdisjoint(pins)
+
+
+@pytest.mark.parametrize("each", JOBS, ids=NAMES)
+def test_every_value_of_an_axis_is_in_a_layout_or_has_a_rule(each: Job) -> None:
+    space = Space(each)
+    had = {axis: {getattr(layout, axis) for layout in space.layouts} for axis in AXES}
+    told = {axis: {value for name, value, _ in space.refused if name == axis} for axis in AXES}
+    assert all(had[axis].isdisjoint(told[axis]) for axis in AXES)
+    assert all(reason for _, _, reason in space.refused)
+    expected: dict[str, set[int | str]] = {
+        "tp": {1, 2, 4, 8},
+        "cp": {1, 2, 4, 8},
+        "zero": {0, 1, 2, 3},
+        "micro_batch": {1, 2, 4, 8, 16},
+        "recompute": {"none", "selective", "full"},
+    }
+    for axis, values in expected.items():
+        assert values <= had[axis] | told[axis], axis
+
+
+def test_rules_of_values_that_no_layout_has() -> None:
+    rules = {(axis, value): rule for axis, value, rule in search(job(num_devices=64, global_batch=64)).refused}
+    assert rules["tp", 16] == "fast links connect 8 devices"
+    assert rules["pp", 64] == "each stage has a block, and the model has 32"
+    assert rules["cp", 2].startswith("sequences are divided from 32,768 tokens on")
+    assert rules["ep", 2] == "the model has no experts"
+    three = replace(PRESETS["llama-3-8b"], heads=24, kv_heads=3, head_dim=128)
+    rules = {(axis, value): rule for axis, value, rule in search(job(model=three)).refused}
+    assert rules["tp", 2].startswith("it divides 24 heads and 14336 hidden units, and divides 3 key/value heads")
+
+
+def test_layouts_are_legal_and_all_different() -> None:
+    layouts = Space(JOBS[2]).layouts
+    assert len(set(map(repr, layouts))) == len(layouts)
+    for layout in layouts:
+        assert layout.dp * layout.tp * layout.pp * layout.cp == layout.num_devices
+        assert layout.num_micro_batches * layout.micro_batch * layout.dp == layout.global_batch
+        assert layout.num_micro_batches >= layout.pp
+        assert (layout.zero == 0) == (layout.state_ranks == 1)
+        assert layout.state_ranks % layout.ep == 0
+    assert {(layout.zero, layout.pp > 1) for layout in layouts} == {
+        (zero, pp) for zero in range(4) for pp in (True, False)
+    }
 
 
 def test_each_other_value_says_what_becomes_of_the_plan() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from unisono.planner.devices import DEVICES, find_device
@@ -15,6 +15,7 @@ from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.simulate import predict
+from unisono.planner.stage_blocks import blocks_per_rank, blocks_per_stage
 from unisono.planner.step_time import Constants, efficiencies, fitted_constants, step_time
 from unisono.planner.step_work import count_work
 
@@ -91,6 +92,59 @@ def test_gradients_are_reduced_once_in_a_step() -> None:
     assert many.matmul[0] == pytest.approx(8 * few.matmul[0])
 
 
+def test_what_zero_stages_send_with_each_micro_batch_and_once() -> None:
+    """Of each parameter. 0: the sum of gradients in 32 bits, sent twice. 1: reduced in 32 bits, gathered in 16. 2: reduced in 16
+    bits with each micro-batch, gathered once. 3: gathered twice and reduced with each micro-batch.
+    """
+    params = LLAMA.params / 450e9
+    work = count_work([layout(num_devices=8, zero=zero, dp_shard=8 if zero else 1) for zero in (0, 1, 2, 3)])
+    assert list(work.gradient_s / params) == pytest.approx([8, 6, 2, 0])
+    assert list(work.fsdp_s / params) == pytest.approx([0, 0, 2, 6])
+    assert list(work.gradient_hops) == [14, 14, 7, 0]
+    assert list(work.fsdp_hops) == [0, 0, 81 * 7, 3 * 81 * 7]
+    # also where a pipeline divides the parameters
+    piped = count_work([layout(num_devices=16, pp=2, zero=zero, dp_shard=8, global_batch=64) for zero in (2, 3)])
+    assert list(piped.fsdp_s / params) == pytest.approx([1, 3])
+
+
+def test_the_stage_with_the_most_work_decides() -> None:
+    """A step takes as long as the rank with the most blocks, or the last one with its output matrix, does all of it."""
+    equal = layout(pp=8, num_devices=8, global_batch=64, stages_per_rank=1, model=replace(LLAMA, layers=81))
+    cut = replace(equal, cut="balanced")
+    mean, found = seconds(equal), seconds(cut)
+    assert mean.imbalance[0] == 0
+    blocks = blocks_per_rank(cut)
+    assert sum(blocks) == 81
+    block = (mean.matmul + mean.attention)[0] * 8 / 81
+    of_rank = [count * block for count in blocks]
+    of_rank[-1] += mean.lm_head[0] * 8
+    busy = (mean.matmul + mean.attention + mean.lm_head)[0]
+    assert busy + found.imbalance[0] == pytest.approx(max(of_rank))
+    assert found.total[0] == pytest.approx(mean.total[0] + found.imbalance[0])
+    assert seconds(replace(cut, pp=1, num_devices=1)).imbalance[0] == 0
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.integers(1, 8), st.integers(1, 4))
+def test_cuts_have_all_blocks_and_none_is_better(name: str, pp: int, stages: int) -> None:
+    model = PRESETS[name]
+    assume(pp * stages <= model.layers)
+    job = layout(model, pp=pp, num_devices=pp, stages_per_rank=stages if pp > 1 else 0, cut="balanced")
+    ranks, parts = blocks_per_rank(job), blocks_per_stage(job)
+    assert sum(ranks) == sum(parts) == model.layers
+    assert min(parts) >= 1
+    assert [sum(parts[rank::pp]) for rank in range(pp)] == list(ranks)
+    # any other number of blocks on the last rank leaves some rank with as much work or more
+    work = count_work([job])
+    per_block = float((work.matmul_flops + work.expert_flops + work.attention_flops)[0]) * pp / model.layers
+    head, least = float(work.lm_head_flops[0]) * pp / per_block, max(1, job.stages_per_rank)
+    most = [
+        max(-(-(model.layers - last) // max(1, pp - 1)), last + head)
+        for last in range(least, model.layers - (pp - 1) * least + 1)
+        if pp > 1 or last == model.layers
+    ]
+    assert max(*ranks[:-1], ranks[-1] + head, 0) == pytest.approx(min(most))
+
+
 def test_experts_see_the_tokens_of_all_ranks_that_share_them() -> None:
     alone, shared = count_work([layout(DEEPSEEK), layout(DEEPSEEK, ep=32)]).expert_tokens
     assert alone == pytest.approx(8192 * 8 / 256)
@@ -99,11 +153,11 @@ def test_experts_see_the_tokens_of_all_ranks_that_share_them() -> None:
 
 def test_replicas_sum_gradients_that_are_sharded_or_shared_along_the_context() -> None:
     whole, context, hybrid = count_work(
-        [layout(num_devices=8), layout(num_devices=8, cp=8), layout(num_devices=64, dp_shard=8)]
+        [layout(num_devices=8), layout(num_devices=8, cp=8), layout(num_devices=64, zero=3, dp_shard=8)]
     ).gradient_s
     assert whole == context == pytest.approx(6 * LLAMA.params / 450e9)
-    assert hybrid == pytest.approx(6 * LLAMA.params / 8 / (8 * 50e9))  # all cards of a host of eight
-    gathered = count_work([layout(num_devices=64, dp_shard=8), layout(num_devices=64, dp_shard=64)]).fsdp_s
+    assert hybrid == pytest.approx(8 * LLAMA.params / 8 / (8 * 50e9))  # all cards of a host of eight
+    gathered = count_work([layout(num_devices=64, zero=3, dp_shard=shard) for shard in (8, 64)]).fsdp_s
     assert gathered[0] == pytest.approx(3 * 2 * LLAMA.params / 450e9)
     assert gathered[1] == pytest.approx(3 * 2 * LLAMA.params / (8 * 50e9))
 
@@ -115,7 +169,9 @@ def test_replicas_sum_gradients_that_are_sharded_or_shared_along_the_context() -
         ({"pp": 64, "stages_per_rank": 2, "model": LLAMA}, "pp 64 with 2 stages per rank: each stage has a layer"),
         ({"ep": 2}, "ep 2: it divides the model's 0 experts"),
         ({"ep": 128, "model": DEEPSEEK}, "ep 128: it divides the 64 ranks of a stage"),
-        ({"dp_shard": 3}, "3 ranks that share the parameters: they divide 64 data ranks"),
+        ({"dp_shard": 3}, "3 ranks that share states: they divide 64 data ranks"),
+        ({"zero": 4}, "zero 4: the ZeRO stage is 0, 1, 2 or 3"),
+        ({"zero": 0, "dp_shard": 8}, "zero 0 with 8 ranks that share states: with zero 0 none are shared"),
         ({"precision": "fp8", "device": "a100-80"}, "precision fp8: a100-80 does not compute it"),
         ({"global_batch": 32}, "a global batch of 32 sequences: each of 64 replicas has a micro-batch of 1"),
     ],
@@ -187,7 +243,7 @@ def test_layouts_do_not_change_each_other(several: list[Layout]) -> None:
 def test_every_constant_counts() -> None:
     """No constant of the cost model may be without effect."""
     varied = [
-        layout(tp=8, pp=4, cp=2, dp_shard=2, num_devices=512),
+        layout(tp=8, pp=4, cp=2, zero=3, dp_shard=2, num_devices=512),
         layout(DEEPSEEK, ep=32, num_devices=512, precision="fp8"),
         layout(PRESETS["gpt2-124m"], device="l40s"),
     ]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from unisono.cli.common import ExpandedPath, print_result
-from unisono.cli.prediction_text import layout_facts, prediction_lines
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
-    from unisono.planner.layout import Layout
-    from unisono.planner.search import Candidate, Job, SearchResult
-    from unisono.planner.simulate import Prediction
+    from unisono.planner.layout_space import Job
 
 F = TypeVar("F", bound=Callable[..., object])
 _GIB = 2**30
@@ -33,6 +30,11 @@ def search_options(function: F) -> F:
             "--memory-gib",
             type=click.FloatRange(min=0, min_open=True),
             help="Memory of a device (default: that of its data sheet).",
+        ),
+        click.option(
+            "--apply",
+            type=ExpandedPath(dir_okay=False, path_type=Path),
+            help="Also write the best layout as a strategy file (JSON) of unisono train.",
         ),
         click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here."),
         click.option("--pin", "pins", multiple=True, metavar="AXIS=VALUE", help="A value that is given; may be repeated."),
@@ -51,32 +53,43 @@ def search_options(function: F) -> F:
     return function
 
 
-def find_plan(*, as_json: bool, report: Path | None, **options: Any) -> None:
-    """Search, write the page, and print the result.
+def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **options: Any) -> None:
+    """Search, write the page and the strategy file, and print the result.
 
     Args:
         as_json: Print one JSON object.
         report: The file of the page.
+        apply: The strategy file.
         options: The others of ``search_options``.
     """
+    from unisono.cli.search_text import search_json, search_lines
+    from unisono.planner.answer import Answer
+    from unisono.planner.decision_flips import sensitivity
     from unisono.planner.layout import LayoutError
+    from unisono.planner.layout_strategy import write_strategy
     from unisono.planner.plan_page import write_plan_page
-    from unisono.planner.search import search
-    from unisono.planner.simulate import predict
+    from unisono.planner.search import choose, compare
 
+    if apply is not None and os.path.lexists(apply):
+        raise _refused(f"--apply {apply}", "a file that exists is not overwritten", "another name")
     try:
         job = _job(**options)
-        found = search(job)
+        compared = compare(job)
     except LayoutError as error:
         raise _refused(error.given, error.rule, error.nearest) from error
-    best = None if found.best is None else predict([found.best.layout])[0]
-    if report is not None and best is not None:
+    answer = Answer.of(choose(job, compared), sensitivity(job, compared))
+    if answer.best is not None and report is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"
         ):
-            write_plan_page(report, job, found, best)
-    print_result(as_json, _as_json(found, best), _lines(job, found, best))
-    if best is None:
+            write_plan_page(report, job, answer)
+    if answer.best is not None and apply is not None:
+        with explained_write_errors(
+            apply.parent, consequence="no strategy file was written", other_name="another file (--apply)"
+        ):
+            write_strategy(apply, answer.best.layout)
+    print_result(as_json, search_json(answer), search_lines(answer, apply))
+    if answer.best is None:
         raise SystemExit(1)
 
 
@@ -135,7 +148,7 @@ def _sequences(text: str, seq_len: int) -> int:
 
 
 def _pin(text: str) -> tuple[str, int | str]:
-    from unisono.planner.search import AXES
+    from unisono.planner.layout_space import AXES
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
@@ -152,65 +165,3 @@ def _pin(text: str) -> tuple[str, int | str]:
 
 def _refused(given: str, rule: str, nearest: str) -> ConfigError:
     return ConfigError(given=given, rule=rule, consequence="nothing was searched", nearest=nearest)
-
-
-def _as_json(found: SearchResult, best: Prediction | None) -> dict[str, Any]:
-    return {
-        "best": None if found.best is None or best is None else {**_facts(found.best), "prediction": asdict(best)},
-        "simplest": None if found.simplest is None else _facts(found.simplest),
-        "num_layouts": found.num_layouts,
-        "num_fitting": found.num_fitting,
-        "limit_bytes": found.limit_bytes,
-        "changes": [{"axis": axis, "value": value, **_facts(each)} for axis, value, each in found.changes],
-        "pareto": [_facts(each) for each in found.pareto],
-        "smallest": _facts(found.smallest),
-        "without_limit": _facts(found.without_limit),
-    }
-
-
-def _facts(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "layout": layout_facts(candidate.layout),
-        "step_s": candidate.step_s,
-        "needed_bytes": candidate.needed_bytes,
-    }
-
-
-def _lines(job: Job, found: SearchResult, best: Prediction | None) -> Iterator[str]:
-    from unisono.observe.run_summary import format_gib
-    from unisono.planner.plan_page import layout_text
-
-    yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
-    if found.best is None or best is None:
-        least = found.smallest
-        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
-        yield "try more devices, full recompute if it is not pinned, or a smaller batch"
-        return
-    yield from prediction_lines(found.best.layout, best)
-    if found.simplest is not None and found.simplest.layout != found.best.layout:
-        change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
-        yield f"simplest within 3 %: {layout_text(found.simplest)}, {change}, {format_gib(found.simplest.needed_bytes)}"
-    free = found.without_limit
-    if free.layout == found.best.layout:
-        yield "memory does not decide: no other layout would be faster with more"
-    else:
-        change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
-    yield "other values, each with the best of the other axes"
-    for axis, value, each in found.changes:
-        change = f"{each.step_s / found.best.step_s - 1:+.1%}"
-        if each.needed_bytes > found.limit_bytes:
-            change = f"does not fit: {format_gib(each.needed_bytes)}"
-        others = _differences(found.best.layout, each.layout, axis)
-        yield f"  {axis + '=' + str(value):<20}{change}{', with ' + others if others else ''}"
-
-
-def _differences(best: Layout, other: Layout, changed: str) -> str:
-    """The other axes that are not those of the best layout."""
-    from unisono.planner.search import AXES
-
-    return " ".join(
-        f"{axis}={getattr(other, axis)}"
-        for axis in AXES
-        if axis != changed and getattr(other, axis) != getattr(best, axis)
-    )

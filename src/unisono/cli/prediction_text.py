@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from unisono.planner.simulate import Prediction
 
 _LAYOUT = (
-    *("precision", "num_devices", "dp", "dp_shard", "tp", "pp", "stages_per_rank", "cp", "ep"),
+    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "cut", "cp", "ep"),
     *("micro_batch", "global_batch", "seq_len", "recompute"),
 )
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """The layout with what was assumed, as JSON types."""
-    values = {name: getattr(layout, name) for name in _LAYOUT}
+    values = {name: getattr(layout, name) for name in _LAYOUT} | {"dp_shard": layout.state_ranks // layout.cp or 1}
     return {"device": layout.device.name, "params": layout.model.params, **values}
 
 
@@ -47,14 +47,17 @@ def _tflops(flops_per_s: float) -> str:
 
 
 def _parts(parts_s: Mapping[str, float], step_s: float) -> Iterator[str]:
+    from unisono.planner.number_sources import SOURCES
+
     for name, seconds in sorted(parts_s.items(), key=lambda item: -item[1]):
         if seconds >= 0.001 * step_s:
-            yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}"
+            yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}  {SOURCES[name].kind}"
 
 
 def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
     """The memory of the device that needs most, and what it consists of."""
     from unisono.observe.run_summary import format_gib
+    from unisono.planner.number_sources import SOURCES
 
     peak, has = prediction.peak_bytes, layout.device.memory_bytes
     yield f"memory {format_gib(peak)} of {format_gib(has)}" + (
@@ -62,4 +65,4 @@ def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
     )
     for name, size in sorted(prediction.memory.items(), key=lambda item: -item[1]):
         if size >= 0.001 * peak:
-            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}"
+            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}  {SOURCES[name].kind}"

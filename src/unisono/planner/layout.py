@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
+Cut = Literal["equal", "balanced"]
+ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
 class LayoutError(ValueError):
@@ -42,9 +44,13 @@ class Layout:
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
         stages_per_rank: Stages of each pipeline rank (an interleaved schedule has several); 0 if unknown.
+        cut: How blocks are distributed over the pipeline: ``balanced`` in whole blocks, with fewer beside the output matrix
+            (``stage_blocks``); ``equal`` takes equal parts of all work, where the cut of a job is not known.
         cp: Ranks that share a sequence.
         ep: Ranks that share the experts; of all ranks of a pipeline stage.
-        dp_shard: Data ranks that share the parameters (ZeRO 3); 1 if each holds all of its stage.
+        zero: What ``dp_shard`` x ``cp`` ranks share (ZeRO, arXiv 1910.02054): 0 nothing; 1 optimizer states, as Megatron-LM's
+            distributed optimizer; 2 gradients too; 3 parameters too, which are gathered for each micro-batch.
+        dp_shard: Data ranks that share them; groups of these replicate each other. 0: all.
         micro_batch: Sequences of one forward pass of a model replica.
         global_batch: Sequences of a step.
         seq_len: Tokens of a sequence.
@@ -59,9 +65,11 @@ class Layout:
     tp: int = 1
     pp: int = 1
     stages_per_rank: int = 0
+    cut: Cut = "equal"
     cp: int = 1
     ep: int = 1
-    dp_shard: int = 1
+    zero: int = 1
+    dp_shard: int = 0
     micro_batch: float = 1
     global_batch: float = 1
     seq_len: int = 1
@@ -85,11 +93,15 @@ class Layout:
             raise LayoutError(
                 f"ep {self.ep}", f"it divides the {self.num_devices // self.pp} ranks of a stage", "a divisor"
             )
-        if (self.dp * self.cp) % self.dp_shard:
+        if self.zero not in ZERO_STAGES:
+            raise LayoutError(f"zero {self.zero}", "the ZeRO stage is 0, 1, 2 or 3", "zero=1")
+        if self.dp_shard and self.dp % self.dp_shard:
             raise LayoutError(
-                f"{self.dp_shard} ranks that share the parameters",
-                f"they divide {self.dp * self.cp} data ranks",
-                "a divisor",
+                f"{self.dp_shard} ranks that share states", f"they divide {self.dp} data ranks", "a divisor"
+            )
+        if self.zero == 0 and self.dp_shard > 1:
+            raise LayoutError(
+                f"zero 0 with {self.dp_shard} ranks that share states", "with zero 0 none are shared", "zero=1"
             )
         if self.precision not in self.device.tflops:
             raise LayoutError(f"precision {self.precision}", f"{self.device.name} does not compute it", "bf16 or fp16")
@@ -106,6 +118,11 @@ class Layout:
         return self.num_devices // (self.tp * self.pp * self.cp)
 
     @property
+    def state_ranks(self) -> int:
+        """Ranks that share the states of parameters outside of experts; 1 if none are shared."""
+        return (self.dp_shard or self.dp) * self.cp if self.zero else 1
+
+    @property
     def num_micro_batches(self) -> float:
         """Forward passes of a replica in a step."""
         return self.global_batch / (self.dp * self.micro_batch)
@@ -114,3 +131,11 @@ class Layout:
 def columns(layouts: Sequence[Layout], *values: Callable[[Layout], float]) -> tuple[Numbers, ...]:
     """One array for each of ``values``, with an element for each layout."""
     return tuple(np.array([float(value(layout)) for layout in layouts]) for value in values)
+
+
+def model_columns(layouts: Sequence[Layout], *values: Callable[[ModelShape], float]) -> tuple[Numbers, ...]:
+    """The same for ``values`` of the model, each counted once for a model that many layouts share."""
+    models = {id(layout.model): layout.model for layout in layouts}
+    places = {key: place for place, key in enumerate(models)}
+    which = np.array([places[id(layout.model)] for layout in layouts], int)
+    return tuple(np.array([float(value(model)) for model in models.values()])[which] for value in values)

@@ -12,18 +12,19 @@ from typing import Final
 from unisono.errors import nearest_name
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import Layout, LayoutError, Recompute
+from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recompute
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
 
 _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
-    *("tp", "pp", "cp", "ep", "fsdp", "micro_batch", "global_batch", "precision", "recompute", "notes"),
+    *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute", "cut", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
 _PRECISIONS: Final[tuple[Precision, ...]] = ("fp4", "fp8", "fp16", "bf16")  # the first that is in the text
+_CUTS: Final[tuple[Cut, ...]] = ("equal", "balanced")
 _FULL: Final = ("full", "remat:full", "yes")
 _SELECTIVE: Final = re.compile(r"selective.*|remat:.*")
 _NONE: Final = ("none", "")
@@ -36,8 +37,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     ``gpus`` says how many.
 
     Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
-    tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Stages per rank are read
-    from ``VP=`` in the notes, and whether the model is compiled.
+    tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Without ``zero``, ``fsdp``
+    ranks share all states (ZeRO 3), and without ``fsdp`` all data ranks share those of the optimizer (ZeRO 1). Stages per rank
+    are read from ``VP=`` in the notes, and whether the model is compiled.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -60,9 +62,11 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         tp=tp,
         pp=pp,
         stages_per_rank=int(stages[1]) if stages and pp > 1 else 0,
+        cut=_cut(row.get("cut", "")),
         cp=cp,
         ep=ep,
-        dp_shard=fsdp,
+        zero=_zero(row.get("zero", ""), fsdp),
+        dp_shard=fsdp if fsdp > 1 else 0,
         micro_batch=micro_batch,
         global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
         seq_len=seq_len,
@@ -148,6 +152,23 @@ def _recompute(text: str) -> Recompute:
     if text.lower() in _NONE:
         return "none"
     raise LayoutError(f"recompute {text!r}", "it is full, selective or none", "full")
+
+
+def _zero(text: str, fsdp: int) -> int:
+    if not text:
+        return 3 if fsdp > 1 else 1
+    if text not in map(str, ZERO_STAGES):
+        raise LayoutError(f"zero {text!r}", "the ZeRO stage is 0, 1, 2 or 3, or empty", "zero=1")
+    return int(text)
+
+
+def _cut(text: str) -> Cut:
+    for cut in _CUTS:
+        if text == cut:
+            return cut
+    if text:
+        raise LayoutError(f"cut {text!r}", "it is balanced, equal or empty", "cut=balanced")
+    return "equal"
 
 
 def _near(name: str, known: Mapping[str, object]) -> str:

@@ -6,20 +6,25 @@ that keeps no scores) and logits. What the allocator reserves beyond them is fit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from unisono.planner.layout import Layout, Numbers
+from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_columns
+from unisono.planner.model_shape import ModelShape
+from unisono.planner.stage_blocks import blocks_per_rank
 from unisono.planner.step_time import fitted_constants
 
 _BYTES: Final = 2  # of an activation
-# of each parameter with AdamW: weight, gradient and two moments in 32 bits (FSDP2's mixed precision); the weight in 16 bits and
-# the gradient in 32, with a weight and moments in 32 bits that replicas share (ZeRO 1, Megatron-LM); all in 16 bits (one device)
-_SHARDED, _REPLICATED, _SHARED, _ALONE = 16, 6, 12, 8
-_GATHERED_BLOCKS: Final = 3  # parameters of this block and the next, gradients of this one, in 16 bits
+# of each parameter with AdamW, by ZeRO stage: what each rank holds, and what ranks share. The passes need a weight in 16 bits and
+# a gradient in 32, the optimizer a weight and two moments in 32 (Megatron-LM); ZeRO 3 gathers the weight of 32 bits
+_HELD, _SHARED = (18, 6, 2, 0), (0, 12, 16, 16)
+_ALONE: Final = 8  # on one device, all in 16 bits
+# blocks whose parameters (this one's, the next one's) and gradients (this one's) are there in 16 bits while they are used
+_GATHERED_BLOCKS: Final = (0, 0, 1, 3)
 _LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
 _LOG_SUM: Final = 4  # bytes of the logarithm that attention keeps for each head and token
 # reserved over counted, the medians of published runs that say how they were run (benchmarks/planner/published_memory.py)
@@ -58,60 +63,147 @@ class MemoryParts:
         return self.counted + self.allocator
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline, by the names of ``MemoryParts``.
+
+    Attributes:
+        rank: Its place in the pipeline.
+        blocks: Blocks of the model that it has; a mean if the model has fewer than the pipeline stages.
+        states: Parameters, gradients and optimizer states.
+        gathered: Parameters and gradients of blocks while they are used.
+        activations: Of all micro-batches in flight.
+        recomputed: Beyond these, while a block's backward pass runs.
+        logits: Of one micro-batch; 0 on all ranks but the last.
+    """
+
+    rank: int
+    blocks: float
+    states: float
+    gathered: float
+    activations: float
+    recomputed: float
+    logits: float
+
+    @property
+    def counted(self) -> float:
+        """What must fit into the device."""
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> tuple[float, float, float, float, float]:
+        """States, gathered, activations, recomputed and logits."""
+        return self.states, self.gathered, self.activations, self.recomputed, self.logits
+
+
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
-    """The memory of each of ``layouts``."""
-    counted = np.array([_largest(layout) for layout in layouts]).reshape(len(layouts), 5)
+    """The memory of each of ``layouts``: of the rank of its pipeline that needs most."""
+    places = [_places(layout) for layout in layouts]
+    parts = np.stack([_stage_parts(layouts, [place[which] for place in places]) for which in range(3)])
+    counted = np.take_along_axis(parts, parts.sum(1).argmax(0)[None, None, :], 0)[0]
     factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
-    room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(1)
-    states, gathered, activations, recomputed, logits = counted.T
+    room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(0)
+    states, gathered, activations, recomputed, logits = counted
     return MemoryParts(
         states=states,
         gathered=gathered,
         activations=activations,
         recomputed=recomputed,
         logits=logits,
-        allocator=np.clip(counted.sum(1) * (factor - 1), 0, np.maximum(0, room)),
+        allocator=np.clip(counted.sum(0) * (factor - 1), 0, np.maximum(0, room)),
     )
 
 
-def _largest(layout: Layout) -> tuple[float, float, float, float, float]:
-    """States, gathered, activations, recomputed and logits of the first or the last stage, whichever needs more."""
-    return max((_stage(layout, is_last=is_last) for is_last in {layout.pp == 1, True}), key=sum)
+def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
+    """Memory of ranks of the pipeline: the first, of those between the one that needs most, and the last."""
+    first, middle, last = _places(layout)
+    names = {"only": first} if layout.pp == 1 else {"first": first, "middle": middle, "last": last}
+    if layout.pp == 2:
+        del names["middle"]
+    found: dict[str, StageMemory] = {}
+    for name, (rank, blocks, in_flight) in names.items():
+        values = _stage_parts([layout], [(rank, blocks, in_flight)])[:, 0]
+        parts = dict(
+            zip(("states", "gathered", "activations", "recomputed", "logits"), map(float, values), strict=True)
+        )
+        found[name] = StageMemory(rank=rank, blocks=blocks, **parts)
+    return found
 
 
-def _stage(layout: Layout, *, is_last: bool) -> tuple[float, float, float, float, float]:
-    """The same of the last stage, or of the first one of several."""
-    model, tp, pp = layout.model, layout.tp, layout.pp
-    outer = model.vocab * model.hidden * (1 if pp > 1 or model.tied else 2) / tp  # embedding, output matrix
-    experts = model.expert_layers * model.experts * model.expert_params / layout.ep
-    blocks = (model.dense_params + experts) / (tp * pp)
-    replicas = layout.dp * layout.cp
-    gathered = 0.0
-    if layout.dp_shard > 1:
-        states = _SHARDED * (blocks + outer) / (layout.dp_shard * layout.cp)
-        # what lies outside of the blocks stays gathered from forward to backward
-        gathered = _BYTES * (_GATHERED_BLOCKS * blocks * pp / model.layers + outer)
-    elif layout.num_devices == 1:
-        states = _ALONE * (blocks + outer)
-    else:
-        states = (_REPLICATED + _SHARED / replicas) * (blocks + outer)
-    kept, block = _block_bytes(layout)
-    tokens = layout.micro_batch * layout.seq_len / layout.cp / tp  # with sequence parallelism beside tensor parallelism
-    in_flight = 1.0 if is_last else _in_flight(layout)
-    logits = _LOGIT * model.vocab * tokens if is_last else 0.0
-    return states, gathered, kept * tokens * model.layers / pp * in_flight, (block - kept) * tokens, logits
+# a rank of a pipeline, its blocks, and the micro-batches of which it keeps activations
+_Place = tuple[int, float, float]
 
 
-def _in_flight(layout: Layout) -> float:
-    """Micro-batches of which the first stage keeps activations (1F1B; interleaved as Narayanan et al. 2021, section 2.2)."""
-    pp, per_rank = layout.pp, layout.stages_per_rank or fitted_constants().stages_per_rank
-    more = 1 + (pp - 1) / (pp * per_rank) if per_rank > 1 else 1.0
-    return min(pp, layout.num_micro_batches) * more
+def _places(layout: Layout) -> tuple[_Place, _Place, _Place]:
+    """The first rank, the one between that keeps most activations, and the last; without one between, the first in its place."""
+    per_rank = layout.stages_per_rank or fitted_constants().stages_per_rank
+    return _places_of(blocks_per_rank(layout), per_rank, layout.num_micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _places_of(blocks: tuple[float, ...], per_rank: float, micro_batches: float) -> tuple[_Place, _Place, _Place]:
+    pp = len(blocks)
+    # 1F1B; interleaved as Narayanan et al. 2021, section 2.2: the first ranks hold more chunks, the last ones fewer
+    most = (pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank for rank in range(pp))
+    ranks = [(rank, blocks[rank], min(flying, micro_batches)) for rank, flying in enumerate(most)]
+    middle = max(ranks[1:-1], key=lambda place: place[1] * place[2], default=ranks[0])
+    return ranks[0], middle, ranks[-1]
+
+
+def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers:
+    """States, gathered, activations, recomputed and logits (first dimension) of one place in each of ``layouts`` (second)."""
+    rank, blocks, in_flight = np.array(places, float).reshape(-1, 3).T
+    layers, vocab, hidden, dense_params, expert_params, tied = model_columns(
+        layouts,
+        lambda it: it.layers,
+        lambda it: it.vocab,
+        lambda it: it.hidden,
+        lambda it: it.dense_params,
+        lambda it: it.expert_layers * it.experts * it.expert_params,
+        lambda it: it.tied,
+    )
+    tp, pp, ep, zero, ranks, devices = columns(
+        layouts,
+        lambda it: it.tp,
+        lambda it: it.pp,
+        lambda it: it.ep,
+        lambda it: it.zero,
+        lambda it: it.state_ranks,
+        lambda it: it.num_devices,
+    )
+    # of a sequence on a rank, with sequence parallelism beside tensor parallelism
+    (tokens,) = columns(layouts, lambda it: it.micro_batch * it.seq_len / it.cp / it.tp)
+    kept, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 2).T
+    is_last = rank == pp - 1
+    # embedding and output matrix; a tied one is on both ends of a pipeline
+    matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
+    outer = matrices * vocab * hidden / tp
+    inner, experts = blocks / layers * dense_params / tp, blocks / layers * expert_params / (tp * ep)
+    stage = zero.astype(int)
+    held, shared, used = (np.take(np.array(each, float), stage) for each in (_HELD, _SHARED, _GATHERED_BLOCKS))
+    states = (held + shared / ranks) * (inner + outer) + (held + shared / np.maximum(1, ranks / ep)) * experts
+    # what lies outside of the blocks stays gathered from forward to backward
+    gathered = _BYTES * (used * (inner + experts) / blocks + outer) * ((ranks > 1) & (zero > 1))
+    return np.stack(
+        [
+            np.where(devices == 1, _ALONE * (inner + outer + experts), states),
+            gathered,
+            kept * tokens * blocks * in_flight,
+            (block - kept) * tokens,
+            _LOGIT * vocab * tokens * is_last,
+        ]
+    )
 
 
 def _block_bytes(layout: Layout) -> tuple[float, float]:
+    """``_bytes_of_block`` of a layout."""
+    is_fsdp = layout.zero > 1 and layout.state_ranks > 1
+    return _bytes_of_block(layout.model, layout.tp, layout.recompute, is_fsdp)
+
+
+@lru_cache(maxsize=1024)
+def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float]:
     """Bytes of a token that a block keeps for its backward pass, and those that it has while that runs; means over the blocks."""
-    model = layout.model
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = 3 if model.gated else 2
     # inputs of both norms, outputs of both, queries, keys, values and weighted values
@@ -126,11 +218,11 @@ def _block_bytes(layout: Layout) -> tuple[float, float]:
         # the copies of a token that go to experts and come back
         attention += _BYTES * 2 * hidden * model.experts_per_token * model.expert_layers / model.layers
     block = attention + per_unit * units
-    if layout.tp > 1:  # inputs and outputs of both layers are gathered while they are used
-        block += 4 * _BYTES * hidden * (layout.tp - 1)
-    if layout.recompute == "full":
+    if tp > 1:  # inputs and outputs of both layers are gathered while they are used
+        block += 4 * _BYTES * hidden * (tp - 1)
+    if recompute == "full":
         return _BYTES * hidden, block
-    if layout.recompute == "selective" and layout.dp_shard > 1:
+    if recompute == "selective" and is_fsdp:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
         kept = _BYTES * (2 * hidden + 2 * query + key_value + units) + _LOG_SUM * model.heads
         return kept, block

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.planner.search import AXES, Candidate, Job, SearchResult
-from unisono.planner.simulate import Prediction
+from unisono.planner.answer import Answer
+from unisono.planner.layout_space import AXES, Job
+from unisono.planner.number_sources import SOURCES
+from unisono.planner.search import Candidate, SearchResult
 from unisono.report.bars import stacked_bars
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
@@ -17,6 +19,7 @@ from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
 
 _GIB: Final = 2**30
+_MEMORY: Final = ("states", "gathered", "activations", "recomputed", "logits")
 _COLOURS: Final = {
     "matmul": "#1f6feb",
     "expert": "#4c9be8",
@@ -26,6 +29,7 @@ _COLOURS: Final = {
     "tensor_parallel": "#9a6700",
     "expert_parallel": "#bf8700",
     "context_parallel": "#e6b450",
+    "imbalance": "#5c3d00",
     "bubble": "#7d4e00",
     "sharding": "#d29922",
     "gradients": "#cf222e",
@@ -38,24 +42,29 @@ _COLOURS: Final = {
 }
 
 
-def write_plan_page(path: Path, job: Job, found: SearchResult, best: Prediction) -> None:
+def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     """Write the page of a search that has found a plan.
 
     Args:
         path: A file, which is replaced.
         job: What was searched for.
-        found: What was found; ``found.best`` is not None.
-        best: The prediction for it.
+        answer: What was found; ``answer.best`` is not None.
 
     Raises:
         OSError: It cannot be written.
     """
+    found, best = answer.found, answer.prediction
     assert found.best is not None
+    assert best is not None
     sections = [
         _ledger("Time of a step", "time", best.parts_s, "s", 1.0, "What the step of the device that is slowest consists of."),
         _ledger("Memory", "memory", best.memory, "GiB", _GIB, "Of the device that needs most."),
+        _stages(answer),
         _front(found),
-        _changes(found),
+        _flips(answer),
+        _device_counts(answer),
+        _changes(answer),
+        _refused(found),
     ]  # fmt: skip
     low, high = best.step_s / (1 + best.spread), best.step_s * (1 + best.spread)
     figures = [
@@ -79,8 +88,9 @@ def write_plan_page(path: Path, job: Job, found: SearchResult, best: Prediction)
 
 def layout_text(candidate: Candidate) -> str:
     """The axes that a layout uses, such as ``tp=8 pp=4``."""
-    values = ((axis, getattr(candidate.layout, axis)) for axis in AXES)
-    return " ".join(f"{axis}={value}" for axis, value in values if value not in (0, 1, "none")) or "replicas alone"
+    values = [(axis, getattr(candidate.layout, axis)) for axis in AXES]
+    used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
+    return " ".join(f"{axis}={value}" for axis, value in used) or "replicas alone"
 
 
 def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale: float, note: str) -> Section:
@@ -95,8 +105,18 @@ def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale:
         unit=unit,
         colours=_COLOURS,
     )
-    rows = [[part.replace("_", " "), f"{value / scale:.4g} {unit}", f"{value / total:.1%}"] for part, value in largest]
-    return Section(title=title, note=note, charts=[chart], tables=[Table(head=("part", "", "share"), rows=rows)])
+    rows = [
+        [
+            part.replace("_", " "),
+            f"{value / scale:.4g} {unit}",
+            f"{value / total:.1%}",
+            SOURCES[part].kind,
+            SOURCES[part].text,
+        ]
+        for part, value in largest
+    ]
+    head = ("part", "", "share", "known", "from")
+    return Section(title=title, note=note, charts=[chart], tables=[Table(head=head, rows=rows)])
 
 
 def _front(found: SearchResult) -> Section:
@@ -138,10 +158,70 @@ def _front(found: SearchResult) -> Section:
     )
 
 
-def _changes(found: SearchResult) -> Section:
+def _stages(answer: Answer) -> Section:
+    """Memory of ranks of the pipeline, by part."""
+    rows = [
+        [
+            name,
+            *(
+                f"{value:.4g}"
+                for value in (stage.rank, stage.blocks, *(size / _GIB for size in (*stage.parts, stage.counted)))
+            ),
+        ]
+        for name, stage in answer.stages.items()
+    ]
+    return Section(
+        title="Memory by stage",
+        note="In GiB, of the first and the last rank of the pipeline and of the one between them that needs most.",
+        tables=[Table(head=("stage", "rank", "blocks", *_MEMORY, "all"), rows=rows)],
+    )
+
+
+def _flips(answer: Answer) -> Section:
+    rows = [
+        [
+            f"{flip.changed} x {flip.factor:g}",
+            "another" if flip.is_other else "the same",
+            layout_text(flip.best) if flip.best else flip.reason,
+            f"{flip.best.step_s:.4g} s" if flip.best else "",
+        ]
+        for flip in answer.sensitivity.flips
+    ]
+    return Section(
+        title="What would change the decision",
+        note="The best layout with one property halved or doubled.",
+        tables=[Table(head=("change", "layout", "", "step"), rows=rows)],
+    )
+
+
+def _device_counts(answer: Answer) -> Section:
+    rows = [
+        [
+            f"{each.num_devices:,}",
+            f"{layout.step_s:.4g} s",
+            f"{layout.needed_bytes / _GIB:.3g} GiB",
+            f"{answer.tokens_per_step / layout.step_s / each.num_devices:,.0f}",
+            layout_text(layout),
+        ]
+        for each in answer.sensitivity.device_counts
+        for layout in each.front
+    ]
+    rows += [
+        [f"{each.num_devices:,}", "", "", "", each.reason] for each in answer.sensitivity.device_counts if each.reason
+    ]
+    return Section(
+        title="Time, memory and devices",
+        note="Layouts that fit, of which no other one on as many devices or fewer is both faster and smaller.",
+        tables=[Table(head=("devices", "step", "memory", "tokens/s of each device", "layout"), rows=rows)],
+    )
+
+
+def _changes(answer: Answer) -> Section:
     """Each other value of an axis with the best of the other axes."""
-    assert found.best is not None
-    rows = list(_change_rows(found, found.best))
+    rows = [
+        [f"{axis}={value}", reason, f"{each.needed_bytes / _GIB:.3g} GiB", layout_text(each)]
+        for (axis, value, each), reason in zip(answer.found.changes, answer.reasons, strict=True)
+    ]
     return Section(
         title="Other values",
         note="Each with the best of the other axes. Differences below the intervals are guesses.",
@@ -149,8 +229,10 @@ def _changes(found: SearchResult) -> Section:
     )
 
 
-def _change_rows(found: SearchResult, best: Candidate) -> Iterator[list[str]]:
-    for axis, value, each in found.changes:
-        fits = each.needed_bytes <= found.limit_bytes
-        step = f"{each.step_s / best.step_s - 1:+.1%}" if fits else "does not fit"
-        yield [f"{axis}={value}", step, f"{each.needed_bytes / _GIB:.3g} GiB", layout_text(each)]
+def _refused(found: SearchResult) -> Section:
+    rows = [[f"{axis}={value}", reason] for axis, value, reason in found.refused]
+    return Section(
+        title="Values that no layout has",
+        note="With the rule that such layouts break." if rows else "There are none.",
+        tables=[Table(head=("axis", "rule"), rows=rows)],
+    )

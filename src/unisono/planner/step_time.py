@@ -82,7 +82,8 @@ class StepParts:
         tensor_parallel: Collectives between tensor-parallel ranks.
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
-        bubble: Waiting for other pipeline stages.
+        imbalance: Waiting for the pipeline rank with the most work, which may be that of the output matrix.
+        bubble: Waiting for the first and the last micro-batches in other pipeline stages.
         sharding: Gathering and reducing sharded parameters.
         gradients: Reduction of gradients.
         stragglers: Waiting for the slowest of many.
@@ -96,6 +97,7 @@ class StepParts:
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
+    imbalance: Numbers
     bubble: Numbers
     sharding: Numbers
     gradients: Numbers
@@ -160,6 +162,12 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     per_rank = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
     # Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
     parts["bubble"] = busy * (work.stages - 1) / work.num_micro_batches / per_rank
+    head = each["lm_head"] * work.stages  # of the last stage; ``each`` are means over the stages
+    block = np.sum(tuple(seconds for name, seconds in each.items() if name != "lm_head"), axis=0) / work.layers
+    slowest = np.maximum(work.most_blocks * block, work.last_blocks * block + head)
+    parts["imbalance"] = (
+        np.maximum(0, slowest * work.num_micro_batches - busy) * (work.last_blocks > 0) * (work.stages > 1)
+    )
     parts["gradients"] = fitted.dp_factor * (work.gradient_s + fitted.hop_s * work.gradient_hops)
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))

@@ -8,14 +8,19 @@ from typing import Final
 
 import numpy as np
 
-from unisono.planner.layout import Layout, Numbers, columns
+from unisono.planner.layout import Layout, Numbers, columns, model_columns
+from unisono.planner.stage_blocks import blocks_per_rank
 
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks
 TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
-_GRADIENT_BYTES: Final = 6  # for each parameter: reduced in 32 bits, gathered in 16
-_FSDP_PASSES: Final = 3  # gathered for forward and backward, reduced
+# of a parameter: ranks that share optimizer states (ZeRO 1) reduce its gradient in 32 bits and gather it in 16, once in a step;
+# those that share gradients (ZeRO 2) only gather it then; replicas sum its gradient in 32 bits, which is sent twice
+_ONCE_BYTES: Final = (0, 6, 2, 0)
+_SUM_BYTES: Final = 8
+# passes over parameters with each micro-batch, in 16 bits: gradients are reduced; ZeRO 3 gathers for forward and backward too
+_SHARED_PASSES: Final = (0, 0, 1, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +40,17 @@ class StepWork:
         expert_tokens: Tokens of an expert.
         expert_width: Hidden units of an expert.
         attention_flops: Scores and weighted values, of causal attention.
-        lm_head_flops: Products with the output matrix, shared by all stages.
+        lm_head_flops: Products with the output matrix, over all stages.
+        most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
+        last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
         activation_bytes: Activations between the blocks.
         tp_s: Collectives of tensor parallelism.
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
-        fsdp_s: Gathering and reducing sharded parameters.
+        fsdp_s: Gathering and reducing parameters and gradients that ranks share, with each micro-batch.
         fsdp_hops: Steps of the rings that do it, from one rank to the next.
-        gradient_s: Reduction of gradients, once in a step.
-        gradient_hops: Steps of the ring that does it.
+        gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
+        gradient_hops: Steps of the rings that do it.
         num_micro_batches: Micro-batches of a rank in a step.
         stages: Ranks of a pipeline.
         stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
@@ -63,6 +70,8 @@ class StepWork:
     expert_width: Numbers
     attention_flops: Numbers
     lm_head_flops: Numbers
+    most_blocks: Numbers
+    last_blocks: Numbers
     activation_bytes: Numbers
     tp_s: Numbers
     ep_s: Numbers
@@ -83,32 +92,32 @@ class StepWork:
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
     """The work of each of ``layouts``."""
-    layers, hidden, vocab, score_dims, kv_dims = columns(
+    layers, hidden, vocab, score_dims = model_columns(
+        layouts, lambda it: it.layers, lambda it: it.hidden, lambda it: it.vocab, lambda it: it.score_dims
+    )
+    (kv_dims,) = columns(
         layouts,
-        lambda it: it.model.layers,
-        lambda it: it.model.hidden,
-        lambda it: it.model.vocab,
-        lambda it: it.model.score_dims,
         lambda it: it.model.kv_rank or it.model.kv_heads * it.model.head_dim / min(it.tp, it.model.kv_heads),
     )
-    dense, expert, expert_layers, experts, active, units, all_params = columns(
+    dense, expert, expert_layers, experts, active, units, all_params = model_columns(
         layouts,
-        lambda it: it.model.dense_params,
-        lambda it: it.model.expert_params,
-        lambda it: it.model.expert_layers,
-        lambda it: max(1, it.model.experts),
-        lambda it: it.model.experts_per_token,
-        lambda it: it.model.ffn,
-        lambda it: it.model.params,
+        lambda it: it.dense_params,
+        lambda it: it.expert_params,
+        lambda it: it.expert_layers,
+        lambda it: max(1, it.experts),
+        lambda it: it.experts_per_token,
+        lambda it: it.ffn,
+        lambda it: it.params,
     )
-    tp, pp, cp, ep, dp, shard = columns(
+    tp, pp, cp, ep, dp, shared, zero = columns(
         layouts,
         lambda it: it.tp,
         lambda it: it.pp,
         lambda it: it.cp,
         lambda it: it.ep,
         lambda it: it.dp,
-        lambda it: it.dp_shard,
+        lambda it: it.state_ranks,
+        lambda it: it.zero if it.state_ranks > 1 else 0,
     )
     link, network, domain, memory = columns(
         layouts,
@@ -140,9 +149,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     params_per_rank = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (
         tp * pp * ep
     )
-    gathers = shard > 1  # the parameters, with each micro-batch
-    replicas = np.where(gathers, dp * cp / shard, dp * cp)  # that sum their gradients once in a step
-    summed = params_per_rank / np.where(gathers, shard, 1)
+    replicas = dp * cp / shared  # that sum their gradients once in a step
+    once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
+    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) for layout in layouts]
 
     def bandwidth(ranks: Numbers) -> Numbers:
         """Of a group of ranks; those in one domain each bring a part of the others' bytes over their own network card."""
@@ -158,6 +167,8 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         expert_width=units,
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
         lm_head_flops=6 * vocab * hidden * part,
+        most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
+        last_blocks=np.array([blocks[-1] for blocks in cuts]),
         activation_bytes=layers / pp * block_bytes / tp * recomputed,
         tp_s=TP_PASSES * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
         ep_s=_EP_PASSES * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
@@ -169,11 +180,12 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         * tokens
         * (cp - 1)
         / np.where(tp * cp <= domain, link, network),
-        fsdp_s=np.where(gathers, _FSDP_PASSES * _BYTES * params_per_rank / bandwidth(shard), 0),
+        fsdp_s=passes * _BYTES * params_per_rank / bandwidth(shared),
         # a ring for each block, and one for what lies outside of them
-        fsdp_hops=np.where(gathers, _FSDP_PASSES * (layers / pp + 1) * (shard - 1), 0),
-        gradient_s=np.where(replicas > 1, _GRADIENT_BYTES * summed / bandwidth(dp * cp), 0),
-        gradient_hops=2 * (replicas - 1),
+        fsdp_hops=passes * (layers / pp + 1) * (shared - 1),
+        gradient_s=once * params_per_rank / bandwidth(shared)
+        + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
+        gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
         num_micro_batches=micro,
         stages=pp,
         stages_per_rank=per_rank,

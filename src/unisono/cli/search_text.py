@@ -1,0 +1,162 @@
+"""The result of ``unisono plan --cluster …`` as JSON types and as lines of text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.prediction_text import layout_facts, prediction_lines
+
+if TYPE_CHECKING:
+    from unisono.planner.answer import Answer
+    from unisono.planner.decision_flips import DeviceCount, Flip
+    from unisono.planner.layout import Layout
+    from unisono.planner.search import Candidate
+
+
+def search_json(answer: Answer) -> dict[str, Any]:
+    """All that a search says."""
+    from unisono.planner.number_sources import SOURCES
+
+    found, best = answer.found, None
+    if found.best is not None and answer.prediction is not None:
+        stages = {name: {**asdict(stage), "needed_bytes": stage.counted} for name, stage in answer.stages.items()}
+        best = {
+            **_facts(found.best),
+            "prediction": asdict(answer.prediction),
+            "stages": stages,
+            "refused_by_runs": answer.refused_by_runs,
+        }
+    return {
+        "best": best,
+        "simplest": found.simplest and _facts(found.simplest),
+        "num_layouts": found.num_layouts,
+        "num_fitting": found.num_fitting,
+        "limit_bytes": found.limit_bytes,
+        "changes": [
+            {"axis": axis, "value": value, **_facts(each), "reason": reason}
+            for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True)
+        ],
+        "refused": [{"axis": axis, "value": value, "reason": reason} for axis, value, reason in found.refused],
+        "flips": [
+            {
+                "changed": flip.changed,
+                "factor": flip.factor,
+                "is_other": flip.is_other,
+                "best": flip.best and _facts(flip.best),
+                "reason": flip.reason,
+            }
+            for flip in answer.sensitivity.flips
+        ],
+        "device_counts": [
+            {
+                "num_devices": each.num_devices,
+                "best": each.best and _facts(each.best),
+                "tokens_per_s": each.tokens_per_s,
+                "front": [_facts(layout) for layout in each.front],
+                "reason": each.reason,
+            }
+            for each in answer.sensitivity.device_counts
+        ],
+        "pareto": [_facts(each) for each in found.pareto],
+        "smallest": _facts(found.smallest),
+        "without_limit": _facts(found.without_limit),
+        "sources": {name: asdict(source) for name, source in SOURCES.items()},
+    }
+
+
+def _facts(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": layout_facts(candidate.layout),
+        "step_s": candidate.step_s,
+        "needed_bytes": candidate.needed_bytes,
+    }
+
+
+def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
+    """The same in text; ``applied`` is the strategy file that was written."""
+    from unisono.observe.run_summary import format_gib
+    from unisono.planner.plan_page import layout_text
+
+    found = answer.found
+    yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
+    if found.best is None or answer.prediction is None:
+        least = found.smallest
+        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
+        yield "try more devices, full recompute if it is not pinned, or a smaller batch"
+        yield from _flip_lines(answer.sensitivity.flips)
+        return
+    yield from prediction_lines(found.best.layout, answer.prediction)
+    for name, stage in answer.stages.items():
+        if name != "only":
+            yield f"  {name} stage{format_gib(stage.counted):>{18 - len(name) + 4}}    {stage.blocks:g} blocks"
+    if answer.refused_by_runs:
+        yield f"unisono train refuses this layout: {answer.refused_by_runs}"
+    if applied is not None:
+        yield f"wrote {applied}; try: unisono train --plan {shlex.quote(str(applied))}"
+    if found.simplest is not None and found.simplest.layout != found.best.layout:
+        change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
+        yield f"simplest within 3 %: {layout_text(found.simplest)}, {change}, {format_gib(found.simplest.needed_bytes)}"
+    free = found.without_limit
+    if free.layout == found.best.layout:
+        yield "memory does not decide: no other layout would be faster with more"
+    else:
+        change = f"{free.step_s / found.best.step_s - 1:+.1%}"
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
+    yield from _flip_lines(answer.sensitivity.flips)
+    yield from _count_lines(answer.sensitivity.device_counts)
+    yield "other values, each with the best of the other axes"
+    for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
+        others = _differences(found.best.layout, each.layout, axis)
+        yield f"  {axis + '=' + str(value):<20} {reason}{', with ' + others if others else ''}"
+    if found.refused:
+        yield "values that no layout has"
+        for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
+            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20} {reason}"
+
+
+def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
+    """Changes with another best layout, then those without."""
+    from unisono.planner.plan_page import layout_text
+
+    yield "what would change the decision"
+    for flip in flips:
+        if flip.is_other:
+            best = "" if flip.best is None else f"{layout_text(flip.best)}, {flip.best.step_s:.4g} s"
+            yield f"  {flip_text(flip):<24}{best or flip.reason}"
+    if same := [flip_text(flip) for flip in flips if not flip.is_other]:
+        yield f"  the same layout with {', '.join(same)}"
+
+
+def flip_text(flip: Flip) -> str:
+    """The property and its factor, such as ``device memory x 2``."""
+    return f"{flip.changed} x {flip.factor:g}"
+
+
+def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:
+    from unisono.planner.plan_page import layout_text
+
+    yield "fewer devices"
+    for each in counts:
+        if each.best is None:
+            yield f"  {each.num_devices:<12,}{each.reason}"
+            continue
+        yield (
+            f"  {each.num_devices:<12,}{each.best.step_s:.4g} s, {each.tokens_per_s:,.0f} tokens/s of each device, "
+            f"with {layout_text(each.best)}"
+        )
+
+
+def _differences(best: Layout, other: Layout, changed: str) -> str:
+    """The other axes that are not those of the best layout."""
+    from unisono.planner.layout_space import AXES
+
+    return " ".join(
+        f"{axis}={getattr(other, axis)}"
+        for axis in AXES
+        if axis != changed and getattr(other, axis) != getattr(best, axis)
+    )

@@ -1,0 +1,68 @@
+"""All that a search says of its best layout and of the others, for text, JSON and the page. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.errors import PlanError
+from unisono.planner.decision_flips import Sensitivity
+from unisono.planner.layout_strategy import plan_of
+from unisono.planner.peak_memory import StageMemory, stage_memory
+from unisono.planner.search import Candidate, SearchResult
+from unisono.planner.simulate import Prediction, predict
+from unisono.planner.why_not import why_not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A search with what follows from it.
+
+    Attributes:
+        found: What was found.
+        sensitivity: What would change the decision, and what fewer devices would do.
+        prediction: That of the best layout; None if none fits.
+        stages: Memory of ranks of its pipeline, by name; empty if none fits.
+        reasons: For each of ``found.changes``, why it was not chosen.
+        refused_by_runs: Why unisono's own runs do not have the best layout; empty if they do.
+    """
+
+    found: SearchResult
+    sensitivity: Sensitivity
+    prediction: Prediction | None
+    stages: Mapping[str, StageMemory]
+    reasons: Sequence[str]
+    refused_by_runs: str = ""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; None if none fits."""
+        return self.found.best
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of all ranks in a step."""
+        layout = self.found.smallest.layout
+        return layout.global_batch * layout.seq_len
+
+    @staticmethod
+    def of(found: SearchResult, sensitivity: Sensitivity) -> Answer:
+        """The answer of a search."""
+        if found.best is None:
+            reasons = ["does not fit"] * len(found.changes)
+            return Answer(found=found, sensitivity=sensitivity, prediction=None, stages={}, reasons=reasons)
+        layout = found.best.layout
+        best, *others = predict([layout, *(each.layout for _, _, each in found.changes)])
+        refused = ""
+        try:
+            plan_of(layout)
+        except PlanError as error:
+            refused = "; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems)
+        return Answer(
+            found=found,
+            sensitivity=sensitivity,
+            prediction=best,
+            stages=stage_memory(layout),
+            reasons=[why_not(best, other, found.limit_bytes) for other in others],
+            refused_by_runs=refused,
+        )

@@ -1,0 +1,254 @@
+"""The layouts that a search compares, and for each value of an axis that none of them has, the rule. Imports no torch.
+
+Compared are powers of two and divisors of each axis. Left out is what unisono's own runs refuse (``plan.validate``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from unisono.planner.devices import Device, Precision
+from unisono.planner.layout import ZERO_STAGES, Layout, Recompute
+from unisono.planner.model_shape import ModelShape
+
+AXES: Final = ("tp", "pp", "stages_per_rank", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute")
+# shorter sequences are not divided: few published runs divide any, so what that costs is the least certain part of a prediction
+LEAST_CP_TOKENS: Final = 32768
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
+_LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
+_MOST_MICRO_BATCH: Final = 16
+_MOST_STAGES: Final = 8  # of a rank
+_MOST_RANKS: Final = 64  # of tp and cp whose rule is told
+
+Value = int | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is searched for.
+
+    Attributes:
+        model: Its shape.
+        device: The accelerator.
+        num_devices: Devices of the cluster, all of which are used.
+        precision: Of the matrix products.
+        global_batch: Sequences of a step.
+        seq_len: Tokens of a sequence.
+        compiled: Whether the model is compiled.
+        pins: Values that are given, by the names of ``AXES``.
+        memory_bytes: Memory of a device; 0: that of its data sheet.
+    """
+
+    model: ModelShape
+    device: Device
+    num_devices: int
+    precision: Precision
+    global_batch: int
+    seq_len: int
+    compiled: bool = False
+    pins: Mapping[str, int | str]
+    memory_bytes: float = 0
+
+
+@dataclass(slots=True)
+class Space:
+    """Layouts of a job, and why others are none.
+
+    Attributes:
+        job: The job.
+        layouts: Every legal layout with the pins.
+        refused: Each value of an axis that no layout has, in the order of ``AXES``, with the rule.
+    """
+
+    job: Job
+    layouts: list[Layout] = field(default_factory=list[Layout])
+    refused: tuple[tuple[str, Value, str], ...] = ()
+    _reasons: defaultdict[tuple[str, Value], Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
+
+    def __post_init__(self) -> None:
+        self.layouts = list(self._every())
+        had = {axis: {getattr(layout, axis) for layout in self.layouts} for axis in AXES}
+        self.refused = tuple(
+            (axis, value, reason)
+            for axis in AXES
+            if axis not in self.job.pins
+            for value in _candidates(self.job, axis)
+            if value not in had[axis] and (reason := self._reason(axis, value))
+        )
+
+    def _reason(self, axis: str, value: Value) -> str:
+        """The rule that keeps most layouts with this value out."""
+        counts = self._reasons[axis, value]
+        return _rule(self.job, axis, value) or (counts.most_common(1)[0][0] if counts else "")
+
+    def _refuse(self, reason: str, **values: Value) -> None:
+        for axis, value in values.items():
+            self._reasons[axis, value][reason] += 1
+
+    def _values(self, axis: str) -> Sequence[int]:
+        """The pin of an axis, else all values that break no rule."""
+        job = self.job
+        if axis in job.pins:
+            return [int(job.pins[axis])]
+        return [int(value) for value in _candidates(job, axis) if not _rule(job, axis, value)]
+
+    def _every(self) -> Iterator[Layout]:
+        job = self.job
+        for tp in self._values("tp"):
+            for pp in self._values("pp"):
+                for cp in self._values("cp"):
+                    if job.num_devices % (tp * pp * cp):
+                        self._refuse(f"tp x pp x cp divides {job.num_devices} devices", tp=tp, pp=pp, cp=cp)
+                        continue
+                    dp = job.num_devices // (tp * pp * cp)
+                    if job.global_batch % dp:
+                        rule = f"replicas divide the global batch of {job.global_batch}"
+                        self._refuse(rule, tp=tp, pp=pp, cp=cp)
+                        continue
+                    if cp > 1 and tp > 1 and job.seq_len % (2 * cp * tp):
+                        self._refuse(f"2 x cp x tp divides sequences of {job.seq_len} tokens", tp=tp, cp=cp)
+                        continue
+                    yield from self._within(tp, pp, cp, dp)
+
+    def _within(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Layout]:
+        """Layouts with these axes.
+
+        Args:
+            tp: Tensor-parallel ranks.
+            pp: Pipeline stages.
+            cp: Ranks that share a sequence.
+            dp: Model replicas.
+        """
+        share = self.job.global_batch // dp
+        for micro_batch in self._values("micro_batch"):
+            if share % micro_batch:
+                self._refuse("it divides a replica's share of the global batch", micro_batch=micro_batch)
+                continue
+            micro_batches = share // micro_batch
+            for stages in self._values("stages_per_rank") if pp > 1 else [0]:
+                if pp > 1 and micro_batches < pp:
+                    rule = "a replica has at least as many micro-batches as the pipeline has stages"
+                    self._refuse(rule, pp=pp, micro_batch=micro_batch)
+                    continue
+                if stages > 1 and (pp * stages > self.job.model.layers or micro_batches % pp):
+                    rule = "each stage has a block, and with several stages per rank pp divides the micro-batches"
+                    self._refuse(rule, stages_per_rank=stages)
+                    continue
+                for zero, dp_shard in self._sharings(dp, cp):
+                    for ep in self._values("ep"):
+                        if ep > 1 and (dp_shard * cp % ep or zero == 0):
+                            self._refuse("it divides the dp_shard x cp ranks that share states", ep=ep)
+                            continue
+                        for recompute in self._recomputes(zero):
+                            yield self._layout(tp, pp, cp, stages, zero, dp_shard, ep, micro_batch, recompute)
+
+    def _sharings(self, dp: int, cp: int) -> Iterator[tuple[int, int]]:
+        """ZeRO stages with data ranks that share states: none, those within a domain of fast links, or all."""
+        pins = self.job.pins
+        within = max(n for n in _powers(self.job.device.domain) if dp % n == 0)
+        for zero in self._values("zero"):
+            for dp_shard in [int(pins["dp_shard"])] if "dp_shard" in pins else sorted({1, within, dp}):
+                if dp % dp_shard == 0 and (zero == 0) == (dp_shard * cp == 1):
+                    yield zero, dp_shard
+                elif zero and dp_shard * cp == 1:
+                    self._refuse("states are shared by several data ranks", zero=zero)
+                elif zero == 0:
+                    self._refuse("ranks of a sequence share states", zero=zero)
+
+    def _recomputes(self, zero: int) -> Iterator[Recompute]:
+        for recompute in RECOMPUTE:
+            if self.job.pins.get("recompute", recompute) != recompute:
+                continue
+            if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
+                self._refuse("predicted as none where ranks share no gradients", recompute=recompute)
+                continue
+            yield recompute
+
+    def _layout(
+        self,
+        tp: int,
+        pp: int,
+        cp: int,
+        stages: int,
+        zero: int,
+        dp_shard: int,
+        ep: int,
+        micro_batch: int,
+        recompute: Recompute,
+    ) -> Layout:
+        """The layout with these values; Args are those of ``Layout``."""
+        job = self.job
+        return Layout(
+            model=job.model,
+            device=job.device,
+            precision=job.precision,
+            num_devices=job.num_devices,
+            tp=tp,
+            pp=pp,
+            stages_per_rank=stages,
+            cut="balanced",
+            cp=cp,
+            ep=ep,
+            zero=zero,
+            dp_shard=dp_shard,
+            micro_batch=micro_batch,
+            global_batch=job.global_batch,
+            seq_len=job.seq_len,
+            recompute=recompute,
+            compiled=job.compiled,
+        )
+
+
+def _candidates(job: Job, axis: str) -> Sequence[Value]:
+    """Values of an axis that are compared, or whose rule is told; those of ``dp_shard`` follow from the other axes."""
+    model = job.model
+    if axis in ("tp", "cp"):
+        return _powers(min(job.num_devices, max(_MOST_RANKS, job.device.domain if axis == "tp" else 0)))
+    if axis == "pp":
+        return [n for n in _divisors(job.num_devices) if n <= 2 * model.layers]
+    if axis == "stages_per_rank":
+        return _powers(_MOST_STAGES)
+    if axis == "ep":
+        return _divisors(model.experts) if model.experts else [1, 2]
+    if axis == "zero":
+        return ZERO_STAGES
+    if axis == "micro_batch":
+        return _powers(_MOST_MICRO_BATCH)
+    return RECOMPUTE if axis == "recompute" else ()
+
+
+def _rule(job: Job, axis: str, value: Value) -> str:
+    """The rule that any layout with this value would break; empty if there is none. A pinned ``tp`` may leave the domain."""
+    model, count = job.model, int(value) if axis != "recompute" else 0
+    if axis == "tp":
+        if count > job.device.domain:
+            return f"fast links connect {job.device.domain} devices"
+        if model.heads % count or model.ffn % count or (model.kv_heads % count and count % model.kv_heads):
+            return (
+                f"it divides {model.heads} heads and {model.ffn} hidden units, and divides {model.kv_heads} key/value "
+                "heads or is a multiple of them"
+            )
+        return f"it divides sequences of {job.seq_len} tokens" if job.seq_len % count else ""
+    if axis == "pp":
+        return f"each stage has a block, and the model has {model.layers}" if count > model.layers else ""
+    if axis == "cp" and count > 1:
+        if job.seq_len < LEAST_CP_TOKENS:
+            return f"sequences are divided from {LEAST_CP_TOKENS:,} tokens on, and have {job.seq_len:,}"
+        if job.seq_len // count < _LEAST_SHARE:
+            return f"each rank has at least {_LEAST_SHARE:,} tokens of a sequence"
+        return f"2 x cp divides sequences of {job.seq_len} tokens" if job.seq_len % (2 * count) else ""
+    if axis == "ep" and count > 1 and not model.experts:
+        return "the model has no experts"
+    return ""
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(max(1, most).bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,38 @@
+"""Blocks of each rank of a pipeline, such that the rank with the most FLOPs has as few as possible. Imports no torch.
+
+The output matrix belongs to the last stage, which has fewer blocks for it. All blocks count as their mean.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from unisono.plan.pipeline_schedule import balance_stages
+from unisono.planner.layout import Layout
+
+
+def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
+    """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks."""
+    model, stages = layout.model, max(1, layout.stages_per_rank)
+    if layout.pp == 1:
+        return (float(model.layers),)
+    if layout.cut == "equal" or layout.pp * stages > model.layers:
+        return (model.layers / layout.pp,) * layout.pp
+    passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params
+    # FLOPs over those of a block: of matrix products with parameters, and of causal attention
+    block = passed / model.layers + model.score_dims * layout.seq_len
+    return _balanced(model.layers, layout.pp, stages, model.vocab * model.hidden / block)
+
+
+@cache
+def _balanced(layers: int, pp: int, stages: int, head: float) -> tuple[float, ...]:
+    """Blocks of each rank, for a ``head`` that costs as much as so many blocks; each of a rank's ``stages`` has one."""
+    fixed = stages - 1  # of each rank, so that they move no balance
+    return tuple(fixed + blocks for blocks in balance_stages([1.0] * (layers - pp * fixed), 0.0, head, pp))
+
+
+def blocks_per_stage(layout: Layout) -> tuple[int, ...]:
+    """Blocks of each stage in order; rank ``r`` has every ``pp``-th from stage ``r`` on, the first of them the largest."""
+    stages = max(1, layout.stages_per_rank)
+    ranks = [int(blocks) for blocks in blocks_per_rank(layout)]
+    return tuple((blocks + stages - 1 - chunk) // stages for chunk in range(stages) for blocks in ranks)
