@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from unisono.planner.fastest import Candidate, changes_in_words, parts_s
-from unisono.planner.pipeline_timeline import TimedPass
+from unisono.planner.timeline_chart import timeline_chart
 from unisono.planner.why_fastest import SOURCES, flips, neighbours
-from unisono.report.bars import plain, stacked_bars
+from unisono.report.bars import stacked_bars
 from unisono.report.charts import PHASE_COLOURS
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
@@ -18,15 +18,10 @@ from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
 
 _GIB: Final = 2**30
-_KINDS: Final = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _COLOURS: Final = {
     "work": PHASE_COLOURS["backward"],
     "pipeline": PHASE_COLOURS["bubble"],
     "slowest rank": PHASE_COLOURS["other"],
-    "forward": PHASE_COLOURS["forward"],
-    "backward": PHASE_COLOURS["backward"],
-    "backward, inputs": PHASE_COLOURS["backward"],
-    "backward, weights": PHASE_COLOURS["optimizer"],
 }
 
 
@@ -136,26 +131,3 @@ def _why_section(candidates: Sequence[Candidate], best: Candidate) -> Section:
         Table(head=("with", "fastest would be"), rows=[[each.change, each.plan] for each in flips(candidates, best)]),
     ]
     return Section(title="Why not another", tables=[table for table in tables if table.rows])
-
-
-def timeline_chart(chart_id: str, timeline: Sequence[Sequence[TimedPass]]) -> dict[str, Any]:
-    """The passes of each rank of a pipeline over time, as plotly describes them."""
-    ranks = [f"place {number}" for number in range(len(timeline))]
-    passes = [(rank, each) for rank, row in zip(ranks, timeline, strict=True) for each in row]
-    bars = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "x": [float(f"{each.end_s - each.begin_s:.5g}") for _, each in chosen],
-            "base": [float(f"{each.begin_s:.5g}") for _, each in chosen],
-            "y": [rank for rank, _ in chosen],
-            "text": [plain(f"stage {each.action.stage}, micro-batch {each.action.micro}") for _, each in chosen],
-            "textposition": "none",
-            "hovertemplate": "%{y}, %{text}: %{x:.4g} s<extra>%{fullData.name}</extra>",
-            "marker": {"color": _COLOURS[name], "line": {"width": 1, "color": "#ffffff"}},
-        }
-        for kind, name in _KINDS.items()
-        if (chosen := [(rank, each) for rank, each in passes if each.action.kind == kind])
-    ]
-    return stacked_bars(chart_id, ranks, {}, x_title="seconds", unit="s", colours={}) | {"data": bars}
