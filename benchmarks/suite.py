@@ -448,7 +448,8 @@ BENCHMARKS = (
         "12 that data ranks share) and activations without attention's scores. Published: reserved memory, on one device "
         "active memory; of Megatron-LM's tests, allocated memory between steps and at the peak. Executed: live tensors of "
         "bf16 runs of a GPT on this CPU, of the rank that has most; they are unisono's, which keep 16 bytes of a "
-        "parameter. MindSpore's search is not here: its CPU package refuses it (docs/log.md).",
+        "parameter; `plan simulate` takes 8 on one device (all in 16 bits), and with `tp` sequence parallelism, which "
+        "Megatron-LM's test has not. MindSpore's search is not here: its CPU package refuses it (docs/log.md).",
         rows=(
             Row(
                 "executed ranks, {0}: unisono train --dry-run",

@@ -163,10 +163,9 @@ def published() -> Iterator[Run]:
                 name=f"row {number}: {row['model']} on {layout.num_devices} {layout.device.name}",
                 layout=layout,
                 measured={"peak": float(row["peak_mem_gib"]) * _GIB},
-                ours={
-                    SIMULATE: simulated(layout, "counted" if is_active else "total"),
-                    COUNTED: simulated(layout, "counted"),
-                },
+                ours={SIMULATE: simulated(layout, "counted")}
+                if is_active
+                else {SIMULATE: simulated(layout, "total"), COUNTED: simulated(layout, "counted")},
                 asked=options
                 | (
                     {"Accelerate": {"precision": "bfloat16"}}
@@ -178,11 +177,11 @@ def published() -> Iterator[Run]:
 
 def published_by_megatron() -> Iterator[Run]:
     """Published tests of Megatron-LM: allocated memory, of states between steps and at the peak."""
-    tests: tuple[tuple[Mapping[str, tuple[int, int]], dict[str, Any]], ...] = (
-        (_MEGATRON_TP, {"tp": 4, "micro_batch": 2}),
-        (_MEGATRON_PP, {"pp": 4, "stages_per_rank": 8, "micro_batch": 1}),
+    tests: tuple[tuple[str, Mapping[str, tuple[int, int]], dict[str, Any]], ...] = (
+        ("tp", _MEGATRON_TP, {"tp": 4, "micro_batch": 2}),
+        ("pp", _MEGATRON_PP, {"pp": 4, "stages_per_rank": 8, "micro_batch": 1}),
     )
-    for by_device, split in tests:
+    for axis, by_device, split in tests:
         for device, (states, peak) in by_device.items():
             layout = Layout(
                 model=_MEGATRON_SHAPE,
@@ -194,8 +193,8 @@ def published_by_megatron() -> Iterator[Run]:
                 **split,
             )
             yield Run(
-                group="Megatron-LM's tests",
-                name=f"{'tp' if layout.tp > 1 else 'pp'} on {device}",
+                group=f"Megatron-LM's tests, {axis}",
+                name=f"{axis} on {device}",
                 layout=layout,
                 measured={"states": states, "peak": peak},
                 ours={SIMULATE: simulated(layout, "counted")},
