@@ -47,6 +47,8 @@ ENVIRONMENTS = {
     # imports torchvision, which has no CPU build, for models that are not used here
     "imagededup": ["torch==2.13.0", "imagededup==0.3.3"],
     "megatron": ["torch==2.13.0", "megatron-core"],
+    # computes with unisono's GPT
+    "estimators": ["torch==2.13.0", "numpy", "lazy_loader", "accelerate==1.15.0", "deepspeed==0.19.8"],
 }
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 

@@ -433,6 +433,42 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="planner_estimators",
+        script="planner.estimators",
+        title="Memory beside the estimators of others",
+        quick=("--published",),
+        text="Median error of predicted memory, and predicted over measured, of ours and of estimators of others on the same "
+        "runs; each is asked only of runs that have the parallelism it speaks of. `unisono plan simulate` knows shapes "
+        "alone and counts states, gathered parameters, activations and logits; against reserved memory it adds what the "
+        "allocator keeps, by a factor that is fitted to rows of torchtitan among these, so its count without it is shown "
+        "too. `unisono train --dry-run` traces the run. DeepSpeed's functions for ZeRO 2 and 3 count states of its own "
+        "engine alone: 18 bytes of a parameter that ranks share, with 4 of the largest layer or 2 of all parameters. "
+        "Accelerate's `estimate-memory` counts states with Adam alone, on one device. Against a peak these two show which "
+        "part of it states are: they claim no more. Megatron-LM's report counts states (18 bytes of a parameter, or 6 and "
+        "12 that data ranks share) and activations without attention's scores. Published: reserved memory, on one device "
+        "active memory; of Megatron-LM's tests, allocated memory between steps and at the peak. Executed: live tensors of "
+        "bf16 runs of a GPT on this CPU, of the rank that has most; they are unisono's, which keep 16 bytes of a "
+        "parameter; `plan simulate` takes 8 on one device (all in 16 bits), and with `tp` sequence parallelism, which "
+        "Megatron-LM's test has not. MindSpore's search is not here: its CPU package refuses it (docs/log.md).",
+        rows=(
+            Row(
+                "executed ranks, {0}: unisono train --dry-run",
+                "errors/executed ranks/*/unisono train --dry-run",
+                figures.accuracy,
+                aim=at_most(0.005),
+            ),
+            Row(
+                "published, FSDP2, peak: unisono plan simulate",
+                "errors/published, FSDP2/peak/unisono plan simulate",
+                figures.accuracy,
+                aim=at_most(0.08),
+            ),
+            Row("{0}, {1}: {2}", "errors/*/*/*", figures.accuracy),
+            _NOT_RUN,
+            Row("version of {0}", "versions/*", figures.text),
+        ),
+    ),
+    Benchmark(
         name="planner_search",
         script="planner.search_time",
         title="Search for the fastest layout",

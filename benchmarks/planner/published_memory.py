@@ -27,6 +27,11 @@ _OTHER_METHOD = re.compile(
 )
 
 
+def is_comparable(row: Mapping[str, str]) -> bool:
+    """Whether a row has a peak of a run that is as its columns say."""
+    return bool(row["peak_mem_gib"]) and not _OTHER_METHOD.search(row["notes"])
+
+
 def memory_errors() -> dict[str, Any]:
     """Of each source and device, and of all rows: their number, the median error, and the range of predicted over published."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
@@ -40,7 +45,7 @@ def memory_errors() -> dict[str, Any]:
             except LayoutError:
                 others += 1
                 continue
-            if _OTHER_METHOD.search(row["notes"]):
+            if not is_comparable(row):
                 others += 1
                 continue
             predicted = float(peak_memory([layout]).total[0]) / _GIB
