@@ -33,12 +33,11 @@ from benchmarks.contestants import ROOT, interpreter
 from benchmarks.parallel.ranks import run_ranks
 from benchmarks.planner.executed_memory import LAYOUTS, settings_of, trace
 from benchmarks.planner.fitting import ROWS
-from benchmarks.planner.published_memory import is_comparable
+from benchmarks.planner.published_memory import is_comparable, published_layout
 from benchmarks.workload import run_config
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout, LayoutError
-from unisono.planner.layout_columns import read_layout
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.peak_memory import MemoryParts, peak_memory
 
@@ -150,7 +149,7 @@ def published() -> Iterator[Run]:
     with ROWS.open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
             try:
-                layout = read_layout(row)
+                layout = published_layout(row)
             except LayoutError:
                 continue
             if not is_comparable(row):

@@ -116,7 +116,14 @@ def test_what_is_gathered_for_each_zero_stage() -> None:
 
 def test_states_of_one_device() -> None:
     one = replace(ALONE, dp_shard=0, zero=1, num_devices=1, global_batch=2)
-    assert parts(one)["states"] == pytest.approx(8 * ALONE.model.params)
+    assert parts(one)["states"] == pytest.approx(18 * ALONE.model.params)
+    assert parts(replace(one, states_in_16_bits=True))["states"] == pytest.approx(8 * ALONE.model.params)
+
+
+@pytest.mark.parametrize(("zero", "bytes_per_param"), [(0, 8), (1, 4 + 4 / 8), (2, 2 + 6 / 8), (3, 8 / 8)])
+def test_states_in_16_bits_are_shared_by_the_stage(zero: int, bytes_per_param: float) -> None:
+    narrow = replace(ALONE, zero=zero, dp_shard=8 if zero else 0, states_in_16_bits=True)
+    assert parts(narrow)["states"] == pytest.approx(bytes_per_param * ALONE.model.params)
 
 
 def test_experts_are_divided_by_their_ranks() -> None:

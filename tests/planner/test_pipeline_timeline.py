@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from unisono.plan.pipeline_schedule import Action, Kind, schedule_order, stage_index
+from unisono.planner.devices import DEVICES
+from unisono.planner.layout import Layout
+from unisono.planner.layout_timeline import layout_timeline
+from unisono.planner.model_presets import PRESETS
 from unisono.planner.pipeline_timeline import end_s, pipeline_timeline
+from unisono.planner.simulate import predict
 
 SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 # published bubbles of equal stages, in forward passes of a whole rank: (p - 1)(F + B), divided by the stages of each rank where
@@ -70,3 +75,30 @@ def test_an_order_that_cannot_be_run_is_an_error() -> None:
     order = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
     with pytest.raises(ValueError, match="wait for later ones"):
         pipeline_timeline(order, {(kind, stage): 1.0 for kind in ("F", "B") for stage in (0, 1)})
+
+
+@pytest.mark.parametrize(("stages_per_rank", "recompute"), [(1, "none"), (1, "full"), (2, "none")])
+def test_the_timeline_of_a_layout_takes_what_its_prediction_says(stages_per_rank: int, recompute: Any) -> None:
+    layout = Layout(
+        model=PRESETS["llama-2-7b"],
+        device=DEVICES["h100"],
+        precision="bf16",
+        num_devices=4,
+        pp=4,
+        stages_per_rank=stages_per_rank,
+        cut="balanced",
+        global_batch=16,
+        seq_len=4096,
+        recompute=recompute,
+    )
+    (predicted,) = predict([layout])
+    parts = predicted.parts_s
+    timeline = layout_timeline(layout, parts, 16)
+    assert sorted(len(row) for row in timeline) == [2 * 16 * stages_per_rank] * 4
+    busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
+    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
+    assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"])
+    # the bubble is counted as that of equal stages
+    waits_s = end_s(timeline) - max(busy_s)
+    assert waits_s == pytest.approx(parts["bubble"], rel=0.15)

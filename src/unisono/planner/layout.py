@@ -56,6 +56,7 @@ class Layout:
         seq_len: Tokens of a sequence.
         recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here.
         compiled: Whether the model is compiled, which needs less memory.
+        states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
     model: ModelShape
@@ -75,6 +76,7 @@ class Layout:
     seq_len: int = 1
     recompute: Recompute = "none"
     compiled: bool = False
+    states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:
         """Raises LayoutError for one that no run could have."""

@@ -22,7 +22,7 @@ _BYTES: Final = 2  # of an activation
 # of each parameter with AdamW, by ZeRO stage: what each rank holds, and what ranks share. The passes need a weight in 16 bits and
 # a gradient in 32, the optimizer a weight and two moments in 32 (Megatron-LM); ZeRO 3 gathers the weight of 32 bits
 _HELD, _SHARED = (18, 6, 2, 0), (0, 12, 16, 16)
-_ALONE: Final = 8  # on one device, all in 16 bits
+_HELD_16, _SHARED_16 = (8, 4, 2, 0), (0, 4, 6, 8)  # all of it in 16 bits
 # blocks whose parameters (this one's, the next one's) and gradients (this one's) are there in 16 bits while they are used
 _GATHERED_BLOCKS: Final = (0, 0, 1, 3)
 _LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
@@ -162,14 +162,14 @@ def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers
         lambda it: it.expert_layers * it.experts * it.expert_params,
         lambda it: it.tied,
     )
-    tp, pp, ep, zero, ranks, devices = columns(
+    tp, pp, ep, zero, ranks, in_16_bits = columns(
         layouts,
         lambda it: it.tp,
         lambda it: it.pp,
         lambda it: it.ep,
         lambda it: it.zero,
         lambda it: it.state_ranks,
-        lambda it: it.num_devices,
+        lambda it: it.states_in_16_bits,
     )
     # of a sequence on a rank, with sequence parallelism beside tensor parallelism
     (tokens,) = columns(layouts, lambda it: it.micro_batch * it.seq_len / it.cp / it.tp)
@@ -179,14 +179,15 @@ def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers
     matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
     outer = matrices * vocab * hidden / tp
     inner, experts = blocks / layers * dense_params / tp, blocks / layers * expert_params / (tp * ep)
-    stage = zero.astype(int)
-    held, shared, used = (np.take(np.array(each, float), stage) for each in (_HELD, _SHARED, _GATHERED_BLOCKS))
+    stage, narrow = zero.astype(int), in_16_bits.astype(int)
+    held, shared = (np.array(each, float)[narrow, stage] for each in ((_HELD, _HELD_16), (_SHARED, _SHARED_16)))
+    used = np.array(_GATHERED_BLOCKS, float)[stage]
     states = (held + shared / ranks) * (inner + outer) + (held + shared / np.maximum(1, ranks / ep)) * experts
     # what lies outside of the blocks stays gathered from forward to backward
     gathered = _BYTES * (used * (inner + experts) / blocks + outer) * ((ranks > 1) & (zero > 1))
     return np.stack(
         [
-            np.where(devices == 1, _ALONE * (inner + outer + experts), states),
+            states,
             gathered,
             kept * tokens * blocks * in_flight,
             (block - kept) * tokens,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.planner.answer import Answer
+from unisono.planner.layout import Layout
 from unisono.planner.layout_space import AXES, Job
+from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.number_sources import SOURCES
 from unisono.planner.search import Candidate, SearchResult
+from unisono.planner.simulate import Prediction
+from unisono.planner.timeline_chart import timeline_chart
 from unisono.report.bars import stacked_bars
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
@@ -19,6 +23,7 @@ from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
 
 _GIB: Final = 2**30
+_FILLS: Final = 3  # micro-batches of the chart of passes, as a multiple of the ranks of the pipeline
 _MEMORY: Final = ("states", "gathered", "activations", "recomputed", "logits")
 _COLOURS: Final = {
     "matmul": "#1f6feb",
@@ -60,6 +65,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
         _ledger("Time of a step", "time", best.parts_s, "s", 1.0, "What the step of the device that is slowest consists of."),
         _ledger("Memory", "memory", best.memory, "GiB", _GIB, "Of the device that needs most."),
         _stages(answer),
+        *_passes(found.best.layout, best),
         _front(found),
         _flips(answer),
         _device_counts(answer),
@@ -117,6 +123,18 @@ def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale:
     ]
     head = ("part", "", "share", "known", "from")
     return Section(title=title, note=note, charts=[chart], tables=[Table(head=head, rows=rows)])
+
+
+def _passes(layout: Layout, best: Prediction) -> Iterator[Section]:
+    """The pipeline over time, of as many micro-batches as show how it fills, runs and drains."""
+    if layout.pp == 1 or layout.pp * max(1, layout.stages_per_rank) > layout.model.layers:
+        return
+    shown = min(int(layout.num_micro_batches), _FILLS * layout.pp)
+    of = "All" if shown == layout.num_micro_batches else f"The first {shown} of {layout.num_micro_batches:g}"
+    chart = timeline_chart("passes", layout_timeline(layout, best.parts_s, shown))
+    yield Section(
+        title="Passes of the pipeline", note=f"{of} micro-batches of a step, without messages.", charts=[chart]
+    )
 
 
 def _front(found: SearchResult) -> Section:
