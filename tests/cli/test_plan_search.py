@@ -104,7 +104,7 @@ def test_the_page_has_the_plan_its_parts_and_the_other_values(desk: Desk) -> Non
     found = desk.here("plan", *JOB, "--report=plan.html", "--json").json
     text = page.read_text()
     drawn = charts(text)
-    assert set(drawn) == {"time", "memory", "front"}
+    assert set(drawn) == {"time", "memory", "passes", "front"}
     best = found["best"]["prediction"]
     assert sum(sum(bar["x"]) for bar in drawn["time"]["data"]) == pytest.approx(best["step_s"], rel=1e-3)
     assert sum(sum(bar["x"]) for bar in drawn["memory"]["data"]) * 2**30 == pytest.approx(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -102,3 +103,36 @@ def test_the_timeline_of_a_layout_takes_what_its_prediction_says(stages_per_rank
     # the bubble is counted as that of equal stages
     waits_s = end_s(timeline) - max(busy_s)
     assert waits_s == pytest.approx(parts["bubble"], rel=0.15)
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-70b", "llama-3-405b", "gpt-175b"])
+def test_the_formula_of_a_step_holds_where_stages_of_a_rank_are_equal(model: str) -> None:
+    """Played through pass by pass, with uneven ranks and the output matrix on the last one."""
+    shape = PRESETS[model]
+    layouts = [
+        Layout(
+            model=shape,
+            device=DEVICES["h100"],
+            precision="bf16",
+            num_devices=8 * pp,
+            tp=8,
+            pp=pp,
+            stages_per_rank=stages,
+            cut="balanced",
+            global_batch=fills * pp,
+            seq_len=shape.max_seq_len,
+        )
+        for pp in (2, 4, 8, 16)
+        for stages in range(1, 11)
+        for fills in (2, 4)
+        if pp * stages <= shape.layers and math.ceil(shape.layers / pp) % stages == 0
+    ]
+    ratios: list[float] = []
+    for layout, predicted in zip(layouts, predict(layouts), strict=True):
+        alone = ("gradients", "stragglers")
+        formula_s = sum(seconds for name, seconds in predicted.parts_s.items() if name not in alone)
+        played_s = end_s(layout_timeline(layout, predicted.parts_s, int(layout.num_micro_batches)))
+        ratios.append(played_s / formula_s)
+    assert len(ratios) >= 16
+    assert min(ratios) >= 0.96
+    assert max(ratios) <= 1.001

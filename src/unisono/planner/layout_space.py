@@ -5,6 +5,7 @@ Compared are powers of two and divisors of each axis. Left out is what unisono's
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ LEAST_CP_TOKENS: Final = 32768
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
-_MOST_STAGES: Final = 8  # of a rank
+_MOST_STAGES: Final = 10  # of a rank
 _MOST_RANKS: Final = 64  # of tp and cp whose rule is told
 
 Value = int | str
@@ -137,6 +138,11 @@ class Space:
                     rule = "each stage has a block, and with several stages per rank pp divides the micro-batches"
                     self._refuse(rule, stages_per_rank=stages)
                     continue
+                uneven = stages > 1 and math.ceil(self.job.model.layers / pp) % stages
+                if uneven and "stages_per_rank" not in self.job.pins:
+                    # with unequal stages ranks wait for each other, up to a tenth of a step (``pipeline_timeline``)
+                    self._refuse("all stages of a rank have as many blocks", stages_per_rank=stages)
+                    continue
                 for zero, dp_shard in self._sharings(dp, cp):
                     for ep in self._values("ep"):
                         if ep > 1 and (dp_shard * cp % ep or zero == 0):
@@ -206,11 +212,12 @@ def _candidates(job: Job, axis: str) -> Sequence[Value]:
     """Values of an axis that are compared, or whose rule is told; those of ``dp_shard`` follow from the other axes."""
     model = job.model
     if axis in ("tp", "cp"):
-        return _powers(min(job.num_devices, max(_MOST_RANKS, job.device.domain if axis == "tp" else 0)))
+        powers = _powers(min(job.num_devices, max(_MOST_RANKS, job.device.domain if axis == "tp" else 0)))
+        return sorted({*powers, *_divisors(job.device.domain)} if axis == "tp" else powers)
     if axis == "pp":
         return [n for n in _divisors(job.num_devices) if n <= 2 * model.layers]
     if axis == "stages_per_rank":
-        return _powers(_MOST_STAGES)
+        return range(1, _MOST_STAGES + 1)
     if axis == "ep":
         return _divisors(model.experts) if model.experts else [1, 2]
     if axis == "zero":

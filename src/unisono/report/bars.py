@@ -13,7 +13,7 @@ _FRAME_PX: Final = 130  # title of the axis, margins, one line of legend
 
 def plain(name: str) -> str:
     """A text in which plotly finds no markup."""
-    return re.sub(r"[^\w/.:%+\-(), ]", "_", name)
+    return re.sub(r"[^\w/.:%+\-(),= ]", "_", name)
 
 
 def stacked_bars(
