@@ -74,13 +74,19 @@ def settings(desk: Desk, folder: Path, ranks: int = 1, **changes: object) -> lis
     return [f"--set={name}={value}" for name, value in values.items()]
 
 
-def change_of(outcome: Outcome) -> list[str]:
-    """The change that the launcher names."""
-    (line,) = re.findall(r"^launch: fits with (--set .+)$", outcome.err, flags=re.MULTILINE)
+def change_of(desk: Desk, outcome: Outcome, run_dir: Path, begin: Callable[[], object] = lambda: None) -> list[str]:
+    """The change that the launcher names; where its minute was over before it had one, that of the command it names."""
+    said = outcome.err
+    if not (lines := re.findall(r"^launch: fits with (--set .+)$", said, flags=re.MULTILINE)):
+        assert "in time" in said or "cut short" in said, said
+        said = unisono(desk, "plan", "fit", "--failed", str(run_dir), begin=begin).out
+        lines = re.findall(r"^fits with (--set .+)$", said, flags=re.MULTILINE)
+    (line,) = lines
     return shlex.split(line)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)  # two trainings and a trace, on few cores
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_named_change_trains_under_the_limit_that_the_run_failed_under(
     desk: Desk, tmp_path: Path, ranks: int
@@ -96,7 +102,7 @@ def test_the_named_change_trains_under_the_limit_that_the_run_failed_under(
     failed = unisono(desk, "train", f"--set=run.dir={run_dir}", *given, begin=limited)
     assert failed.code == 1
     assert "can't allocate memory" in failed.err.partition("traced, rank")[0]
-    change = change_of(failed)
+    change = change_of(desk, failed, run_dir, limited)
     found = json.loads((run_dir / "logs" / "out-of-memory.json").read_text())
     first = min(
         (json.loads(path.read_text()) for path in (run_dir / "logs").glob("failure-rank-*.json")),
@@ -123,6 +129,7 @@ def test_the_named_change_trains_under_the_limit_that_the_run_failed_under(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_rank_that_the_kernel_ended_for_lack_of_memory_is_traced_too(desk: Desk, tmp_path: Path) -> None:
     given = settings(desk, tmp_path)
     with small_memory(1200) as members:
@@ -131,9 +138,8 @@ def test_a_rank_that_the_kernel_ended_for_lack_of_memory_is_traced_too(desk: Des
             members.write_text(str(os.getpid()))
 
         failed = unisono(desk, "train", f"--set=run.dir={tmp_path / 'run'}", *given, begin=limited)
-        trained = unisono(
-            desk, "train", f"--set=run.dir={tmp_path / 'again'}", *given, *change_of(failed), begin=limited
-        )
+        change = change_of(desk, failed, tmp_path / "run", limited)
+        trained = unisono(desk, "train", f"--set=run.dir={tmp_path / 'again'}", *given, *change, begin=limited)
     assert failed.code == 1
     assert "SIGKILL" in failed.err.partition("traced, rank 0 holds")[0]
     assert "the host, or its control group, has 1.172 GiB" in failed.err
@@ -198,5 +204,6 @@ def test_a_device_that_runs_out_of_memory(desk: Desk, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "logs" / "out-of-memory.json").read_text())
     assert 0 < found["measured"]["allocated_peak_bytes"] <= found["measured"]["reserved_peak_bytes"] <= limit
     assert found["measured"]["requested_bytes"] > found["measured"]["free_bytes"]
-    trained = unisono(desk, "train", f"--set=run.dir={tmp_path / 'again'}", *given, *change_of(failed))
+    change = change_of(desk, failed, tmp_path / "run")
+    trained = unisono(desk, "train", f"--set=run.dir={tmp_path / 'again'}", *given, *change)
     assert trained.code == 0, trained.err

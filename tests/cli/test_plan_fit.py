@@ -31,6 +31,7 @@ def test_what_fits_stays_as_it_is(desk: Desk) -> None:
     assert len(found["rungs"]) == 1
 
 
+@pytest.mark.full
 def test_the_largest_micro_batch_that_fits_is_found_beside_the_plan(desk: Desk) -> None:
     assert fit(desk)["largest_micro_batch"] is None
     found = fit(desk, "--largest-micro-batch", settings=("plan.micro_batch=2",))

@@ -190,7 +190,7 @@ def _verdict(
 ) -> Iterator[str]:
     if found is None:
         least = min((rung for rung in ladder.rungs if rung.largest is not None), key=_peak_bytes)
-        what = "nothing that was tried in time fits" if ladder.is_cut else "nothing fits"
+        what = "nothing that was tried in time (--budget-s) fits" if ladder.is_cut else "nothing fits"
         yield f"{what}: {least.measure} needs least, {_gib(_peak_bytes(least))} GiB of {_gib(ladder.budget_bytes)}"
     elif not settings:
         yield "fits as configured"
