@@ -102,6 +102,7 @@ def test_the_named_change_trains_under_the_limit_that_the_run_failed_under(
     failed = unisono(desk, "train", f"--set=run.dir={run_dir}", *given, begin=limited)
     assert failed.code == 1
     assert "can't allocate memory" in failed.err.partition("traced, rank")[0]
+    assert "MemoryError" not in failed.err
     change = change_of(desk, failed, run_dir, limited)
     found = json.loads((run_dir / "logs" / "out-of-memory.json").read_text())
     first = min(
