@@ -32,6 +32,17 @@ def test_what_fits_stays_as_it_is(desk: Desk) -> None:
 
 
 @pytest.mark.full
+def test_the_largest_micro_batch_that_fits_is_found_beside_the_plan(desk: Desk) -> None:
+    assert fit(desk)["largest_micro_batch"] is None
+    found = fit(desk, "--largest-micro-batch", settings=("plan.micro_batch=2",))
+    assert found["settings"] == {}
+    assert found["largest_micro_batch"] == 8
+    most = max(peaks(found))
+    found = fit(desk, "--largest-micro-batch", f"--memory-gib={0.7 * most / GIB}", settings=("plan.micro_batch=2",))
+    assert found["largest_micro_batch"] == 4
+
+
+@pytest.mark.full
 def test_the_first_rung_that_fits_gets_the_largest_micro_batch_that_does(desk: Desk) -> None:
     most = peaks(fit(desk))[0]
     found = fit(desk, f"--memory-gib={0.5 * most / GIB}", "--apply=fit.toml")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
+from unisono.cli.common import LOG, ExpandedPath, common_options, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.config.overlay_text import overlay_text
-from unisono.errors import ConfigError
-from unisono.storage.files import write_atomically
+from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
+from unisono.errors import ConfigError, UnisonoError
+from unisono.storage.files import PRIVATE_MODE, write_atomically
+from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE
 
 if TYPE_CHECKING:
-    from unisono.planner.fit import Rung
+    from unisono.planner.failed_run import FailedRank
+    from unisono.planner.fit import Ladder, Rung
 
 _GIB = 2**30
 
@@ -32,6 +38,23 @@ _GIB = 2**30
 @click.option(
     "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
 )
+@click.option(
+    "--failed",
+    "failed_run",
+    type=ExpandedPath(exists=True, file_okay=False),
+    metavar="RUN_DIR",
+    help="Folder of a run that ran out of memory: its memory is what it measured, and its CONFIG the default.",
+)
+@click.option(
+    "--largest-micro-batch",
+    is_flag=True,
+    help="Find the largest micro-batch that fits too, up to a rank's samples of a step.",
+)
+@click.option(
+    "--budget-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds after which no further plan is tried (default: all are).",
+)
 @common_options
 def fit(
     config: tuple[str, ...],
@@ -39,6 +62,9 @@ def fit(
     processes: int | None,
     memory_gib: float | None,
     overlay: str | None,
+    failed_run: str | None,
+    largest_micro_batch: bool,
+    budget_s: float | None,
     as_json: bool,
 ) -> None:
     """Find the plan that fits into memory and changes CONFIG least. Nothing is trained.
@@ -47,20 +73,37 @@ def fit(
     traced (unisono train --dry-run). Exit code 1: none fits.
     """
     check_overlay(config, overlay)
+    if failed_run is not None and not config:
+        overrides = (f"run.dir={json.dumps(failed_run)}", *overrides)
     resolved = load_run_config(config, overrides)
+    failed = None
+    if failed_run is not None:
+        from unisono.planner.failed_run import read_failed_rank
+
+        failed = read_failed_rank(Path(failed_run))
     from unisono.parallel.device import computes_bf16, find_device
     from unisono.planner.fit import Ladder
     from unisono.planner.run_trials import open_trials
 
-    num_ranks = processes or max(1, resolved.value.launch.num_processes)
+    num_ranks = processes or (failed and failed.num_ranks) or max(1, resolved.value.launch.num_processes)
     device = find_device(resolved.value.plan.device, 0)
-    budget = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
+    measured = None if failed is None else failed.budget_bytes(num_ranks)
+    budget = (
+        round(memory_gib * _GIB)
+        if memory_gib
+        else memory_budget_bytes(device, num_ranks)
+        if measured is None
+        else measured
+    )
 
     def show(rung: Rung) -> None:
+        if failed is not None and len(ladder.rungs) == 1 and not as_json:
+            for line in ledger_lines(_memory_ending(failed, ladder, None)):
+                echo(line)
         if not as_json:
-            echo(_line(rung, budget))
+            echo(_line(rung, ladder.budget_bytes))
 
-    if not as_json:
+    if not as_json and failed is None:
         echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
     with open_trials(resolved) as trials:
         ladder = Ladder(
@@ -70,22 +113,31 @@ def fit(
             budget_bytes=budget,
             native_bf16=computes_bf16(device),
             tried=show,
+            has_failed=failed is not None,
+            budget_s=math.inf if budget_s is None else budget_s,
         )
         found = ladder.climb()
+        largest = None
+        if largest_micro_batch and found is not None and found.plan is not None:
+            largest = ladder.with_larger_micro_batch(found, below=found.plan.batch.global_batch + 1)
+    if failed is not None:
+        _keep(Path(str(failed_run)), _memory_ending(failed, ladder, found))
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
         text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
         write_atomically(Path(overlay), text.encode())
     result = {
         "processes": num_ranks,
-        "budget_bytes": budget,
+        "budget_bytes": ladder.budget_bytes,
         "fits": found is not None,
         "settings": settings,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
         "rungs": [_as_json(rung) for rung in ladder.rungs],
+        "largest_micro_batch": None if largest is None or largest.plan is None else largest.plan.batch.micro_batch,
+        "is_cut": ladder.is_cut,
         "overlay": overlay if found is not None else None,
     }
-    print_result(as_json, result, _verdict(found, settings, overlay, ladder.rungs, budget))
+    print_result(as_json, result, _verdict(ladder, found, settings, overlay, largest))
     if found is None:
         raise SystemExit(1)
 
@@ -110,17 +162,19 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:
     """What the tensors of a rank may take here: of a device all that it has, of the host a rank's part without its process."""
-    import psutil
-
     from unisono.device.torch_adapters import adapter_of
-    from unisono.observe.host_memory import host_memory_limit_bytes
+    from unisono.observe import host_memory
 
     adapter, index = adapter_of(device)
     memory = adapter.memory(index)
     if memory is not None:
         return memory.limit_bytes
-    # a rank has loaded what this process has
-    return max(0, host_memory_limit_bytes() // num_ranks - psutil.Process().memory_info().rss)
+    return host_memory.tensor_budget_bytes(
+        num_ranks,
+        host_memory.process_memory(),  # a rank has loaded what this process has
+        limit_bytes=host_memory.host_memory_limit_bytes(),
+        address_space_limit_bytes=host_memory.address_space_limit_bytes(),
+    )
 
 
 def _line(rung: Rung, budget_bytes: int) -> str:
@@ -132,23 +186,68 @@ def _line(rung: Rung, budget_bytes: int) -> str:
 
 
 def _verdict(
-    found: Rung | None, settings: dict[str, Any], overlay: str | None, rungs: Sequence[Rung], budget_bytes: int
+    ladder: Ladder, found: Rung | None, settings: dict[str, Any], overlay: str | None, largest: Rung | None
 ) -> Iterator[str]:
     if found is None:
-        least = min((rung for rung in rungs if rung.largest is not None), key=_peak_bytes)
-        yield f"nothing fits: {least.measure} needs least, {_peak_bytes(least) / _GIB:.4g} GiB of {budget_bytes / _GIB:.4g}"
+        least = min((rung for rung in ladder.rungs if rung.largest is not None), key=_peak_bytes)
+        what = "nothing that was tried in time (--budget-s) fits" if ladder.is_cut else "nothing fits"
+        yield f"{what}: {least.measure} needs least, {_gib(_peak_bytes(least))} GiB of {_gib(ladder.budget_bytes)}"
     elif not settings:
         yield "fits as configured"
     else:
-        changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
-        yield f"fits with {changes}"
+        yield f"fits with {changes_text(settings)}"
         if overlay is not None:
             yield f"unisono train {overlay}"
+    if largest is not None and largest.plan is not None:
+        batch = largest.plan.batch
+        yield (
+            f"the largest micro-batch that fits{' of those tried in time' if ladder.is_cut else ''}: {batch.micro_batch} "
+            f"of a rank's {batch.micro_batch * batch.accumulation} samples of a step, {_gib(_peak_bytes(largest))} GiB"
+        )
+
+
+def _memory_ending(failed: FailedRank, ladder: Ladder, found: Rung | None) -> MemoryEnding:
+    from unisono.parallel.memory_ledger import coordinates_of
+
+    configured = ladder.rungs[0]
+    assert configured.plan is not None
+    plan = configured.plan
+    # a rank of the same pipeline stage stands for it
+    stage = coordinates_of(plan, min(failed.rank, plan.mesh.world_size - 1))["pp"]
+    peak = next(rank.peak for rank in configured.ranks if coordinates_of(plan, rank.rank)["pp"] == stage)
+    return MemoryEnding(
+        rank=failed.rank,
+        measured=dict(failed.measured),
+        peak_bytes=peak.bytes,
+        peak_operator=peak.operator,
+        peak_phase=peak.kind,
+        peak_bytes_by_kind=peak.by_kind,
+        budget_bytes=ladder.budget_bytes,
+        settings={} if found is None else {f"plan.{name}": value for name, value in found.settings.items()},
+        measure="" if found is None else found.measure,
+        is_cut=ladder.is_cut,
+    )
+
+
+def _keep(run_dir: Path, memory: MemoryEnding) -> None:
+    """Write ``memory`` into the run's folder, and its report again, if it has one."""
+    from unisono.report.render import make_report
+
+    try:
+        write_atomically(run_dir / LOGS_FOLDER / MEMORY_FILE, msgspec.json.encode(memory) + b"\n", mode=PRIVATE_MODE)
+        if (run_dir / REPORT_FILE).exists():
+            make_report(run_dir)
+    except (OSError, UnisonoError) as error:
+        LOG.warning("%s does not show this: %s", run_dir, error)
 
 
 def _peak_bytes(rung: Rung) -> int:
     assert rung.largest is not None
     return rung.largest.peak.bytes
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.4g}"
 
 
 def _as_json(rung: Rung) -> dict[str, Any]:

@@ -183,7 +183,12 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     if (sync := _sync(resolved.value.plan)) != "dist_async":
         if any(getattr(options, name) != getattr(LaunchOptions(), name) for name in SERVER_OPTIONS):
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
-        return launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
+        code = launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
+        if code not in (0, REQUEUE) and resolved.value.observe.report:
+            from unisono.cli.out_of_memory import explain
+
+            explain(run_dir)
+        return code
     return run_job(with_servers(command_line, options, run_dir), run_dir)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ class Ending:
         evidence: What it follows from.
         words: The kind in plain words; empty for what follows from dumps.
         advice: What to look at or to change; empty if the error says it.
+        patch: Options that mend it, by dotted name.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Ending:
     evidence: tuple[str, ...] = ()
     words: str = ""
     advice: str = ""
+    patch: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def read_ending(run_dir: Path, *, since_s: float) -> tuple[bool, Ending | None]:

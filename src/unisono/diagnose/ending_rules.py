@@ -59,4 +59,5 @@ def failed_attempt(facts: RunFacts) -> Iterator[Finding]:
             ranks=ending.ranks,
             evidence=(ending.sentence, *ending.evidence),
             advice=ending.advice or "repair the cause above, then start the same command again",
+            patch=ending.patch,
         )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
+from unisono.diagnose.memory_ending import with_memory
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import Tap, read_taps
 from unisono.errors import ConfigError, DataError
@@ -264,7 +265,7 @@ def with_run_files(facts: RunFacts, run_dir: Path) -> RunFacts:
     """``facts`` with what other files of the run say: its last profile, why it failed or hangs, and the options of a script."""
     profiles, notes = newest_profiles(run_dir)
     is_recorded, ending = read_ending(run_dir, since_s=facts.last_progress_at_s)
-    ending = ending if is_recorded else ending or facts.ending
+    ending = with_memory(ending if is_recorded else ending or facts.ending, run_dir, since_s=facts.last_progress_at_s)
     facts = replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
     return facts if facts.settings else replace(facts, settings=_settings_of_script(run_dir), is_script=True)
 

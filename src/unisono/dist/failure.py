@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Failure:
         cause: What kind of error it is (``error_cause``); empty in records of earlier releases.
         absent: Ranks that a collective's error says have ended, are stopped, or wait in no collective.
         blamed: Ranks that the error says it comes from, where they are not this one alone.
+        memory: Of a rank that ran out of memory, what it measured then, in bytes (``train.failure_memory``).
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Failure:
     cause: str = ""
     absent: tuple[int, ...] = ()
     blamed: tuple[int, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is stored and sent."""
@@ -68,6 +70,7 @@ class Failure:
         fields = {"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()}
         for name in ("absent", "blamed"):
             fields[name] = tuple(int(rank) for rank in fields.get(name, ()))
+        fields["memory"] = {str(name): int(size) for name, size in dict(fields.get("memory", {})).items()}
         return Failure(**fields)
 
     def same_as(self, other: Failure) -> bool:
@@ -176,6 +179,7 @@ def record_failure(
     step: int | None,
     script_s: float | None = None,
     checkpoint: str = "",
+    memory: Mapping[str, int] | None = None,
 ) -> Path:
     """Write the failure of this rank as ``failure-rank-N.json``, atomically, without secrets, and its dump if it has peers.
 
@@ -186,6 +190,7 @@ def record_failure(
         step: Steps made before it was raised; None if training had not begun.
         script_s: Seconds since the script began, if nothing is known of its steps.
         checkpoint: Name of the run's newest committed checkpoint; empty without one.
+        memory: What the rank measured when it ran out of memory, in bytes.
 
     Returns:
         The path of the record.
@@ -203,6 +208,7 @@ def record_failure(
         cause=(cause := error_cause(error)),
         absent=absent_ranks(str(error)) if cause == "communication" else (),
         blamed=error.ranks if isinstance(error, CorruptionError) else (),
+        memory=memory or {},
     )
     make_folder(folder)
     path = folder / f"failure-rank-{job.rank}.json"

@@ -1,10 +1,11 @@
-"""Memory of the host: what this process uses of it and has used at most, and the limit of its cgroup."""
+"""Memory of the host: what this process uses of it and has used at most, and its limits: the cgroup's and RLIMIT_AS."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,43 @@ def _peak_of_rusage() -> int:
     """For other systems; on Linux this value would include the parent's memory before exec."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessMemory:
+    """Memory of a process: the pages that it has, and its address space, which ``RLIMIT_AS`` limits."""
+
+    resident_bytes: int
+    address_space_bytes: int
+
+
+def process_memory() -> ProcessMemory:
+    """Memory of this process now."""
+    now = psutil.Process().memory_info()
+    return ProcessMemory(resident_bytes=now.rss, address_space_bytes=now.vms)
+
+
+def address_space_limit_bytes() -> int | None:
+    """What ``ulimit -v`` (``RLIMIT_AS``) leaves this process; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def tensor_budget_bytes(
+    num_ranks: int, beside: ProcessMemory, *, limit_bytes: int, address_space_limit_bytes: int | None
+) -> int:
+    """What the tensors of a rank may take of a host's memory.
+
+    Args:
+        num_ranks: Ranks that share the host.
+        beside: What a rank takes beside its tensors.
+        limit_bytes: Memory of all ranks.
+        address_space_limit_bytes: ``RLIMIT_AS`` of each rank; None without a limit.
+    """
+    budget = limit_bytes // num_ranks - beside.resident_bytes
+    if address_space_limit_bytes is not None:
+        budget = min(budget, address_space_limit_bytes - beside.address_space_bytes)
+    return max(0, budget)
 
 
 def anonymous_memory_bytes() -> int:

@@ -7,11 +7,14 @@
     tensor         each layer spread over 2, 4, 8, … ranks
     offload        activations of blocks in host memory; accelerators only
 
-Each rung keeps the settings of the rungs before it. The first that fits is then given back the largest micro-batch that fits.
+Each rung keeps the settings of the rungs before it. The first that fits is then given back the largest micro-batch that fits, of
+those that divide a data rank's samples of a step.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,15 +38,20 @@ class Rung:
         measure: What it does that the rung before did not.
         settings: Settings of the plan that differ from the configuration, by name.
         plan: The plan; None where the settings make no legal one.
-        largest: The rank that holds the most; None where nothing was traced.
+        ranks: What was traced: one rank of each pipeline stage; empty where nothing was.
         refused: Why nothing was traced.
     """
 
     measure: str
     settings: Mapping[str, Any]
     plan: Plan | None = None
-    largest: RankMemory | None = None
+    ranks: Sequence[RankMemory] = ()
     refused: str = ""
+
+    @property
+    def largest(self) -> RankMemory | None:
+        """The rank that holds the most; None where nothing was traced."""
+        return max(self.ranks, key=lambda rank: rank.peak.bytes, default=None)
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether no rank holds more than ``budget_bytes``."""
@@ -58,9 +66,12 @@ class Ladder:
         trace: Traces a plan (``RunTrials.trace``).
         options: Options of the plan as configured.
         num_ranks: Ranks of the job.
-        budget_bytes: Bytes that the tensors of a rank may take.
+        budget_bytes: Bytes that the tensors of a rank may take. Less, once ``climb`` has traced a configured plan that failed.
         native_bf16: Whether the device computes bf16 natively.
         tried: Called with each rung once it is traced.
+        has_failed: Whether the configured plan ran out of memory, so that only one that needs less can fit.
+        budget_s: Seconds after which no further rung is tried; the configured plan always is.
+        is_cut: Whether rungs were left out for that.
         rungs: All that were tried.
     """
 
@@ -70,7 +81,11 @@ class Ladder:
     budget_bytes: int
     native_bf16: bool
     tried: Callable[[Rung], None]
+    has_failed: bool = False
+    budget_s: float = math.inf
+    is_cut: bool = False
     rungs: list[Rung] = field(default_factory=list[Rung])
+    _ends_s: float = math.inf
 
     def climb(self) -> Rung | None:
         """The rung that fits, with the largest micro-batch that does; None if none fits.
@@ -78,19 +93,47 @@ class Ladder:
         Raises:
             PlanError, ConfigError: The configured plan is not legal, or cannot be traced.
         """
+        self._ends_s = time.monotonic() + self.budget_s
         first = self._traced("as configured", {})
         assert first.plan is not None
+        assert first.largest is not None
+        if self.has_failed:
+            self.budget_bytes = min(self.budget_bytes, first.largest.peak.bytes - 1)
+        self._shown(first)
         if first.fits(self.budget_bytes):
             return first
-        configured, settings = first.plan.batch.micro_batch, dict[str, Any]()
+        settings = dict[str, Any]()
         for measure, more in self._measures(first.plan):
+            if self._is_over():
+                return None
             rung = self._try(measure, {**settings, **more})
             if rung.largest is None:
                 continue  # such as tp=8 for six heads: the next one builds upon the rung before
             settings |= more
             if rung.fits(self.budget_bytes):
-                return self._with_larger_micro_batch(rung, configured)
+                if "micro_batch" not in settings:
+                    return rung
+                return self.with_larger_micro_batch(rung, below=first.plan.batch.micro_batch)
         return None
+
+    def with_larger_micro_batch(self, rung: Rung, *, below: int) -> Rung:
+        """``rung`` with the largest micro-batch below ``below`` that fits, of those that divide a data rank's share of a step."""
+        assert rung.plan is not None
+        batch = rung.plan.batch
+        share = batch.micro_batch * batch.accumulation
+        larger = [size for size in range(batch.micro_batch + 1, min(share + 1, below)) if share % size == 0]
+        while larger and not self._is_over():
+            middle = len(larger) // 2
+            tried = self._try(f"micro-batch of {larger[middle]}", {**rung.settings, "micro_batch": larger[middle]})
+            if tried.fits(self.budget_bytes):
+                rung, larger = tried, larger[middle + 1 :]
+            else:
+                larger = larger[:middle]
+        return rung
+
+    def _is_over(self) -> bool:
+        self.is_cut = self.is_cut or time.monotonic() > self._ends_s
+        return self.is_cut
 
     def _measures(self, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         if plan.precision.compute == "fp32" and self.native_bf16:
@@ -111,26 +154,15 @@ class Ladder:
         if plan.mesh.device != "cpu" and not plan.recompute.offload:
             yield "activations in host memory", {"offload": True}
 
-    def _with_larger_micro_batch(self, rung: Rung, configured: int) -> Rung:
-        """``rung`` with the largest power of two as micro-batch, below the configured one, that fits."""
-        best, size = rung, 2
-        while "micro_batch" in rung.settings and size < configured:
-            larger = self._try(f"micro-batch of {size}", {**rung.settings, "micro_batch": size})
-            if not larger.fits(self.budget_bytes):
-                break
-            best, size = larger, 2 * size
-        return best
-
     def _try(self, measure: str, settings: Mapping[str, Any]) -> Rung:
         try:
-            return self._traced(measure, settings)
+            return self._shown(self._traced(measure, settings))
         except (PlanError, ConfigError) as error:
             return self._shown(Rung(measure=measure, settings=settings, refused=error.problems[0].given))
 
     def _traced(self, measure: str, settings: Mapping[str, Any]) -> Rung:
         plan, ranks = self.trace(replace(self.options, **settings), self.num_ranks, ())
-        largest = max(ranks, key=lambda rank: rank.peak.bytes)
-        return self._shown(Rung(measure=measure, settings=settings, plan=plan, largest=largest))
+        return Rung(measure=measure, settings=settings, plan=plan, ranks=ranks)
 
     def _shown(self, rung: Rung) -> Rung:
         self.rungs.append(rung)

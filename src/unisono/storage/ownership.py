@@ -63,7 +63,9 @@ def read_own_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, ma
         ValueError: As ``decode_json``.
     """
     with open_own(path) as file:
-        return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
+        # a read takes memory for all that it asks for, which a process that ran out of it has not
+        size = min(max_bytes, os.fstat(file.fileno()).st_size)
+        return decode_json(file.read(size + 1), decode, max_bytes=max_bytes)
 
 
 def make_and_check_folder(path: Path, *, mode: int) -> str:

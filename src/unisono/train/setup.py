@@ -173,15 +173,31 @@ def open_events(run_dir: Path, world: World) -> EventLog:
         raise
 
 
-def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
-    """Record the error that ends this rank, for the launcher and in the event log. A disk that takes neither hides no error."""
+def report_failure(
+    events: EventLog,
+    run_dir: Path,
+    job: JobSpec,
+    error: BaseException,
+    step: int | None,
+    memory: Mapping[str, int],
+) -> None:
+    """Record the error that ends this rank, for the launcher and in the event log. A disk that takes neither hides no error.
+
+    Args:
+        events: Event log of this rank.
+        run_dir: Folder of the run.
+        job: The process's place in the job.
+        error: The error.
+        step: Steps made before it; None if training had not begun.
+        memory: What was measured where it ran out of memory, in bytes; else empty.
+    """
     logs = Path(os.environ.get("UNISONO_LOGS", run_dir / LOGS_FOLDER))  # where the launcher looks
     newest = ""
     with suppress(OSError):  # rank 0 may be deleting an old one
         committed = [entry for entry in list_checkpoints(run_dir / CHECKPOINTS_FOLDER) if entry.state == "committed"]
         newest = committed[-1].path.name if committed else ""
     try:
-        record_failure(logs, job, error, step=step, checkpoint=newest)
+        record_failure(logs, job, error, step=step, checkpoint=newest, memory=memory)
     except OSError as refused:
         _LOG.warning("the failure of this rank could not be recorded in %s: %s", logs, os_reason(refused))
     events.emit("run_end", step=step or 0, reason="failed", error=type(error).__name__, message=str(error))

@@ -29,6 +29,7 @@ from unisono.dist.watchdog import Watchdog
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
+from unisono.observe.host_memory import ProcessMemory
 from unisono.observe.options import HISTOGRAM_SINKS, ObserveOptions
 from unisono.observe.own_values import log_image, log_text, log_value
 from unisono.observe.system_monitor import SystemMonitor, device_readers
@@ -43,6 +44,7 @@ from unisono.train.argument_checks import check_arguments, check_without_eval_da
 from unisono.train.assembly import RunInputs, agree_on_run, assemble
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.callbacks import Every
+from unisono.train.failure_memory import beside_tensors, memory_of_failure
 from unisono.train.input_pipeline import InputPipeline, read_eval_source, read_source
 from unisono.train.loop import Result, SyncLoop
 from unisono.train.loop_assembly import build_loop
@@ -234,6 +236,7 @@ class Trainer:
         self._is_open = self._ended = False
         self._resources: list[Any] = []  # to be closed in this order
         self._watchdog: Watchdog | None = None
+        self._beside_tensors: ProcessMemory | None = None
 
     def __repr__(self) -> str:
         model, steps = self._inputs.model, self.options.steps
@@ -332,6 +335,7 @@ class Trainer:
             )
             self._resources.append(monitor)
         self._watchdog = watch_steps(self.world, self.run_dir, lambda: self.state.step)
+        self._beside_tensors = beside_tensors(parts.ledger, self.state)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
@@ -352,7 +356,8 @@ class Trainer:
         self._end_watch(failed=error is not None)
         if error is not None:
             step = self.state.step if hasattr(self, "state") else None
-            report_failure(self.events, self.run_dir, self.world.job, error, step)
+            memory = memory_of_failure(error, self.device, self._beside_tensors)
+            report_failure(self.events, self.run_dir, self.world.job, error, step, memory)
         stores = [self.store] if hasattr(self, "store") else []  # last: what sums gradients may use it
         for resource in [*self._resources, *stores]:
             try:

@@ -1,0 +1,43 @@
+"""What ``unisono train`` says once its job has run out of memory: traced beside measured bytes, and what would fit."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Final
+
+from unisono.cli.common import trust_arguments
+from unisono.dist.interpreter import module_command
+
+_LIMIT_S: Final = 60.0
+_TRIED_S: Final = 40.0  # after that no further plan is traced: the last one may take some time
+
+
+def explain(run_dir: Path) -> None:
+    """If the job in ``run_dir``, which has ended, ran out of memory: trace it in a process of its own, for a minute at most.
+
+    That process also keeps what it finds in the run's folder. Nothing that goes wrong there is an error.
+    """
+    from unisono.diagnose.ending import read_ending
+    from unisono.launch.child import error_paragraph, run_child
+    from unisono.launch.supervise import print_message
+
+    is_over, ending = read_ending(run_dir, since_s=0.0)
+    if not is_over or ending is None or ending.kind != "out_of_memory":
+        return
+    arguments = ["plan", "fit", "--failed", str(run_dir), *trust_arguments()]
+    again = f"unisono plan fit --failed {shlex.quote(str(run_dir))}"
+    try:
+        code, said = run_child(module_command("unisono", *arguments, f"--budget-s={_TRIED_S:g}"), timeout_s=_LIMIT_S)
+    except KeyboardInterrupt:
+        code, said = None, ""
+    except OSError as error:
+        code, said = 2, str(error)
+    if code in (0, 1):
+        print_message(said.rstrip())
+    elif code is None:
+        print_message(
+            "\n".join([*said.splitlines(), f"the search for a plan that fits was cut short; all of it: {again}"])
+        )
+    else:
+        print_message(f"its memory was not traced: {error_paragraph(said)}\nto try again: {again}")
