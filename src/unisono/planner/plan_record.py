@@ -83,6 +83,9 @@ class Machine:
     torch: str
     predictor: int = PREDICTOR_VERSION
 
+    def __post_init__(self) -> None:
+        _check_text(self.host, self.device, self.torch)
+
     def is_like(self, other: Machine) -> bool:
         """Whether errors of predictions there are a guide here: the same but for the last part of torch's version."""
         return replace(self, torch=other.torch) == other and _minor(self.torch) == _minor(other.torch)
@@ -117,6 +120,7 @@ class Prediction:
     at_s: float
 
     def __post_init__(self) -> None:
+        _check_text(self.words)
         _check(self.step_s, self.ranks)
         _check(self.peak_bytes, self.at_s, *self.parts_s.values(), least=0.0)
 
@@ -344,9 +348,7 @@ def _newest(entries: Iterable[Prediction | MeasuredRun]) -> list[dict[str, Any]]
 def _entries(values: Any, kind: type[T]) -> tuple[T, ...]:
     found: list[T] = []
     for value in cast("list[Any]", values)[-_MAX_ENTRIES:] if isinstance(values, list) else ():
-        with contextlib.suppress(
-            msgspec.ValidationError, UnicodeEncodeError
-        ):  # the latter for half of a surrogate pair
+        with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):  # the latter in names of fields
             found.append(msgspec.convert(value, kind))
     return tuple(found)
 
@@ -355,6 +357,12 @@ def _check(*numbers: float, least: float = 1e-12) -> None:
     """Raise ValueError for a number that no prediction or measurement gives."""
     if not all(math.isfinite(number) and least <= number <= _MAX_NUMBER for number in numbers):
         raise ValueError(f"{numbers} of a plan")
+
+
+def _check_text(*texts: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON can hold and no terminal shows."""
+    for text in texts:
+        text.encode()
 
 
 def _digest(value: Mapping[str, Any]) -> str:
