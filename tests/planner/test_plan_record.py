@@ -18,6 +18,7 @@ from unisono.dist import JobSpec
 from unisono.observe.events import EventLog
 from unisono.observe.history import read_history
 from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
 from unisono.planner.plan_record import (
     Learned,
     Machine,
@@ -244,10 +245,9 @@ def test_memory_is_that_of_an_allocator_on_a_rank_like_all_others(tmp_path: Path
 # --- which prediction is that of a run ------------------------------------------------------------------------------
 
 
-def plan_of(ranks: int = 2, **options: Any):
-    return resolve_plan(
-        PlanOptions(device="cpu", **{"global_batch": 16, "micro_batch": 2, **options}), JobSpec(world_size=ranks)
-    )[1]
+def plan_of(ranks: int = 2, **options: Any) -> Plan:
+    given: dict[str, Any] = {"device": "cpu", "global_batch": 16, "micro_batch": 2, **options}
+    return resolve_plan(PlanOptions(**given), JobSpec(world_size=ranks))[1]
 
 
 def test_a_plan_is_known_once_the_run_has_completed_it() -> None:
