@@ -63,7 +63,14 @@ def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
 def test_pinned_settings_stay_and_each_plan_has_a_time_or_a_reason(desk: Desk) -> None:
     outcome = json.loads(auto(desk, "--json", settings=("plan.micro_batch=4", "plan.recompute=full")).out)
     assert outcome["pinned"] == ["compile", "micro_batch", "recompute"]
-    assert set(outcome["sources"]) == {"peak_bytes", "work_s", "communication_s", "bubble_s", "straggler_s"}
+    assert set(outcome["sources"]) == {
+        "peak_bytes",
+        "work_s",
+        "communication_s",
+        "bubble_s",
+        "straggler_s",
+        "learned_factor",
+    }
     assert outcome["neighbours"] == outcome["flips"] == []
     assert outcome["settings"] == {}
     (candidate,) = outcome["candidates"]

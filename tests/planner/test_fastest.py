@@ -19,6 +19,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import Kind, stage_index
 from unisono.plan.plan import Plan
 from unisono.planner.fastest import FastestPlan, changes_in_words, pinned_options
+from unisono.planner.plan_record import Learned, used_axes
 from unisono.train.config import RunConfig
 from unisono.train.rank_timing import PassTime, RankTiming
 from unisono.train.setup import resolve_plan
@@ -133,6 +134,29 @@ def test_a_plan_that_does_not_fit_is_never_run() -> None:
         assert trials.trace(options_of(plan), 2)[1][0].peak.bytes <= 3.5 * GIB
     refused = [candidate.refused for candidate in found.candidates if candidate.timed is None]
     assert any("too much" in reason for reason in refused)
+
+
+def test_what_earlier_runs_took_decides() -> None:
+    trials, learned = Trials(tp_speedup=1.5), {("tp",): Learned(factor=3.0, runs=4)}
+    found, best = search(trials, 100)
+    assert best.settings["tp"] == 2
+    corrected = FastestPlan(
+        trials=trials,  # type: ignore[arg-type]
+        options=found.options,
+        pinned=found.pinned,
+        num_ranks=found.num_ranks,
+        memory_bytes=found.memory_bytes,
+        links=found.links,
+        budget_s=60.0,
+        tried=lambda candidate: None,
+        learned=lambda plan: learned.get(used_axes(plan), Learned()),
+    )
+    chosen = corrected.search()
+    assert chosen is not None
+    assert chosen.settings.get("tp", 1) == 1
+    slow = next(each for each in corrected.candidates if each.settings.get("tp") == 2 and each.timed)
+    assert slow.timed is not None
+    assert slow.step_s == 3 * slow.timed.step_s
 
 
 def options_of(plan: Plan) -> PlanOptions:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import ExpandedPath, common_options, load_run_config, print_result, takes_config
+from unisono.cli.plan_accuracy import accuracy
 from unisono.cli.plan_auto import auto
 from unisono.cli.plan_calibrate import calibrate
 from unisono.cli.plan_fit import fit
@@ -145,6 +146,7 @@ def compare(a: str, b: str, as_json: bool) -> None:
     raise SystemExit(1 if differences else 0)
 
 
+command.add_command(accuracy)
 command.add_command(auto)
 command.add_command(calibrate)
 command.add_command(fit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import (
+    LOG,
     ExpandedPath,
     common_options,
     load_run_config,
@@ -27,12 +29,13 @@ from unisono.config import Resolved
 from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
-from unisono.storage.files import write_atomically
+from unisono.storage.files import os_reason, write_atomically
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
 if TYPE_CHECKING:
     from unisono.planner.fastest import Candidate, FastestPlan
+    from unisono.planner.plan_record import Machine
 
 _GIB = 2**30
 # set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
@@ -72,12 +75,13 @@ def auto(
     """Find the fastest plan of CONFIG that fits into memory. One process tries the ranks; nothing is trained.
 
     Settings of the plan that are given stay as they are. Step times are predicted from those of single ranks, and from what
-    unisono plan calibrate measured of the links. Exit code 1: none fits.
+    unisono plan calibrate measured of the links, and corrected by what earlier runs took (unisono plan accuracy). Exit code 1:
+    none fits.
     """
     check_overlay(config, overlay)
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
-    if num_ranks > 1 and _AS_A_RANK not in os.environ:
+    if _AS_A_RANK not in os.environ:
         options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
         options["--report"] = report
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
@@ -104,6 +108,8 @@ def auto(
         "memory_bytes": search.memory_bytes,
         "pinned": sorted(search.pinned),
         "settings": None if found is None else settings,
+        "learned_factor": None if found is None else found.learned.factor,
+        "learned_runs": None if found is None else found.learned.runs,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
         "candidates": listed(search.candidates),
         "neighbours": [] if found is None else [asdict(each) for each in neighbours(search.candidates, found)],
@@ -177,6 +183,7 @@ def _search(
     from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
     from unisono.parallel.device import find_device
     from unisono.planner.fastest import FastestPlan, pinned_options
+    from unisono.planner.plan_record import PLAN_RECORD_FILE, machine_of, read_plan_record, used_axes
     from unisono.planner.run_trials import open_trials
 
     options = resolved.value.plan
@@ -185,6 +192,8 @@ def _search(
     if not quiet:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
+    cache = default_cache_dir(os.environ)
+    record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
     with open_trials(resolved) as trials:
         search = FastestPlan(
             trials=trials,
@@ -193,11 +202,31 @@ def _search(
             num_ranks=num_ranks,
             memory_bytes=memory_bytes,
             num_experts=trials.config.model.num_experts,
-            links=read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE),
+            links=read_calibration(cache / CALIBRATION_FILE),
             budget_s=budget_s,
             tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
+            learned=lambda plan: record.learned(machine, used_axes(plan)),
         )
-        return search, search.search()
+        found = search.search()
+        _keep_predictions(cache / PLAN_RECORD_FILE, search, trials.config, machine)
+        return search, found
+
+
+def _keep_predictions(path: Path, search: FastestPlan, config: RunConfig, machine: Machine) -> None:
+    """Write the predictions where runs look for those of their plans; warn if that is not possible."""
+    from unisono.planner.plan_record import add_to_plan_record, prediction_of, work_digest
+    from unisono.train.settings import function_name
+
+    work, now_s = work_digest(config, function_name), time.time()
+    found = [
+        prediction_of(each.plan, each.timed, machine=machine, work=work, peak_bytes=each.peak_bytes or 0, at_s=now_s)
+        for each in search.candidates
+        if each.plan is not None and each.timed is not None
+    ]
+    try:
+        add_to_plan_record(path, predictions=found)
+    except OSError as error:
+        LOG.warning("the predictions were not kept, so no run is compared with them: %s", os_reason(error))
 
 
 def _line(candidate: Candidate) -> str:
@@ -206,8 +235,10 @@ def _line(candidate: Candidate) -> str:
     what = changes_in_words(candidate.settings)
     if (timed := candidate.timed) is None:
         return f"{what}: {candidate.refused}"
-    parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in parts_s(candidate).items())
-    return f"{what}: {timed.step_s:.4g} s ({parts}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
+    parts = [f"{name} {seconds:.4g}" for name, seconds in parts_s(candidate).items()]
+    if candidate.learned.runs:
+        parts.append(f"times {candidate.learned.factor:.3g} learned from {candidate.learned.runs} runs")
+    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
 
 
 def _verdict(
@@ -216,17 +247,21 @@ def _verdict(
     if found is None:
         yield "no plan fits: unisono plan fit shows what each measure saves"
         return
-    assert found.timed is not None
-    configured = search.candidates[0].timed
+    configured = search.candidates[0]
     than = (
         "; as configured it does not fit"
-        if configured is None
-        else f", {configured.step_s / found.timed.step_s:.3g} times as fast as configured"
+        if configured.timed is None
+        else f", {configured.step_s / found.step_s:.3g} times as fast as configured"
         if settings
         else ""
     )
     changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
-    yield f"fastest: {changes or 'as configured'}: {found.timed.step_s:.4g} s a step{than}"
+    yield f"fastest: {changes or 'as configured'}: {found.step_s:.4g} s a step{than}"
+    if found.learned.runs:
+        yield (
+            f"earlier runs took {found.learned.factor:.3g} times as long as predicted, the median of {found.learned.runs}: "
+            f"without that {found.step_s / found.learned.factor:.4g} s (unisono plan accuracy)"
+        )
     from unisono.planner.why_fastest import flips, neighbours
 
     changed = neighbours(search.candidates, found)

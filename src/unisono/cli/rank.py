@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from unisono.cli.common import LOG
 from unisono.config import Resolved
 from unisono.data.cleaning_record import cleaning_facts
-from unisono.data.options import DataOptions
+from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.result_files import data_of_results, require_whole_results
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
@@ -28,6 +29,17 @@ from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
+from unisono.observe.history import RankHistory
+from unisono.plan.plan import Plan
+from unisono.planner.plan_record import (
+    PLAN_RECORD_FILE,
+    add_to_plan_record,
+    machine_of,
+    measured_run,
+    plan_digest,
+    read_plan_record,
+    work_digest,
+)
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (
@@ -45,7 +57,7 @@ from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.outputs import RunOutputs
 from unisono.train.parameter_servers import start_servers
 from unisono.train.run_checkpoints import best_before
-from unisono.train.settings import STRETCHED_SCHEDULES
+from unisono.train.settings import STRETCHED_SCHEDULES, function_name
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
 from unisono.train.whole_model import tensor_reader
@@ -121,10 +133,39 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 best=best_before(run_dir, result.step),
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
-            outputs.summary(facts)
+            record_step_time(config, plan, device, job, outputs.summary(facts), events.attempt)
     if unfinished is not None:
         raise unfinished
     return outcome
+
+
+def record_step_time(
+    config: RunConfig, plan: Plan, device: torch.device, job: JobSpec, history: RankHistory, attempt: int
+) -> None:
+    """Add what this attempt took to the record of predicted plans, if its plan was predicted; a failure is a line in the log.
+
+    Args:
+        config: Configuration of the run.
+        plan: Its plan.
+        device: The device of rank 0.
+        job: The job, whose ranks are on this host alone if anything is recorded.
+        history: Events of rank 0.
+        attempt: The attempt, from 1.
+    """
+    # predictions are of one host, and of steps that are computed once
+    if job.local_world != job.world_size or config.observe.verify_every_steps:
+        return
+    path = default_cache_dir(os.environ) / PLAN_RECORD_FILE
+    try:
+        work = work_digest(config, function_name)
+        predicted = read_plan_record(path).predicted(machine_of(device), plan_digest(plan), work)
+        if predicted is None:
+            return
+        run = measured_run(predicted, history, attempt, at_s=time.time())
+        if run is not None:
+            add_to_plan_record(path, runs=[run])
+    except Exception as error:  # the run is finished: its record is no part of it
+        LOG.warning("the step time was not recorded in %s: %s: %s", path, type(error).__name__, error)
 
 
 def _addresses(config: RunConfig) -> list[str]:

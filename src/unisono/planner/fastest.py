@@ -21,6 +21,7 @@ from unisono.errors import ConfigError, PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, load_fields, option_of
+from unisono.planner.plan_record import Learned
 from unisono.planner.run_trials import RunTrials
 from unisono.planner.timed_plan import TimedPlan, predict_step
 from unisono.train.config import RunConfig
@@ -43,6 +44,7 @@ class Candidate:
         peak_bytes: What the rank with the most holds in tensors; None where it was not traced.
         timed: The predicted step; None where it was not timed.
         refused: Why it was not timed.
+        learned: What earlier runs say of such predictions.
     """
 
     settings: Mapping[str, Any]
@@ -50,6 +52,12 @@ class Candidate:
     peak_bytes: int | None = None
     timed: TimedPlan | None = None
     refused: str = ""
+    learned: Learned = Learned()
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step, corrected by earlier runs; infinity where it was not timed."""
+        return float("inf") if self.timed is None else self.timed.step_s * self.learned.factor
 
 
 @dataclass(slots=True)
@@ -66,6 +74,7 @@ class FastestPlan:
         links: What the links between the ranks were measured to do.
         budget_s: Seconds after which no further plan is tried.
         tried: Called with each candidate.
+        learned: What earlier runs say of a prediction for a plan.
         candidates: All that were considered.
     """
 
@@ -78,6 +87,7 @@ class FastestPlan:
     links: Calibration
     budget_s: float
     tried: Callable[[Candidate], None]
+    learned: Callable[[Plan], Learned] = lambda plan: Learned()
     candidates: list[Candidate] = field(default_factory=list[Candidate])
     _ends_s: float = 0.0
 
@@ -186,11 +196,11 @@ class FastestPlan:
             )
         # not within the try: links that were not measured are no reason to pass over a plan
         timed = predict_step(plan, timings, self.links)
-        return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed)
+        return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed, learned=self.learned(plan))
 
 
 def _step_s(candidate: Candidate) -> float:
-    return float("inf") if candidate.timed is None else candidate.timed.step_s
+    return candidate.step_s
 
 
 def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
@@ -252,7 +262,9 @@ def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
             "settings": {f"plan.{name}": value for name, value in candidate.settings.items()},
             "peak_bytes": candidate.peak_bytes,
             "refused": candidate.refused or None,
-            "step_s": None if (timed := candidate.timed) is None else timed.step_s,
+            "step_s": None if (timed := candidate.timed) is None else candidate.step_s,
+            "learned_factor": None if timed is None else candidate.learned.factor,
+            "learned_runs": None if timed is None else candidate.learned.runs,
             "work_s": None if timed is None else timed.work_s,
             "communication_s": None if timed is None else dict(timed.communication_s),
             "bubble_s": None if timed is None else timed.bubble_s,

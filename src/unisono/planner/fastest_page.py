@@ -41,9 +41,7 @@ def write_fastest_page(
         OSError: It cannot be written.
     """
     assert best.timed is not None
-    timed = sorted(
-        (each for each in candidates if each.timed is not None), key=lambda each: each.timed and each.timed.step_s
-    )
+    timed = sorted((each for each in candidates if each.timed is not None), key=lambda each: each.step_s)
     sections = [_step_section(timed), _memory_section(candidates, memory_bytes)]
     pipelined = next((each for each in timed if each.timed is not None and each.timed.timeline), None)
     if pipelined is not None and pipelined.timed is not None:
@@ -57,7 +55,7 @@ def write_fastest_page(
         )
     sections.append(_why_section(candidates, best))
     figures = [
-        Figure("step", f"{best.timed.step_s:.4g} s"),
+        Figure("step", f"{best.step_s:.4g} s"),
         Figure("memory of a rank", f"{(best.peak_bytes or 0) / _GIB:.4g} GiB of {memory_bytes / _GIB:.4g} GiB"),
         Figure("plans considered", f"{len(candidates)}; {len(timed)} timed"),
     ]
@@ -73,7 +71,13 @@ def write_fastest_page(
 
 
 def _step_section(timed: Sequence[Candidate]) -> Section:
-    rows = [(changes_in_words(each.settings), parts_s(each)) for each in timed]
+    rows = [
+        (
+            changes_in_words(each.settings),
+            {name: seconds * each.learned.factor for name, seconds in parts_s(each).items()},
+        )
+        for each in timed
+    ]
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
     chart = stacked_bars(
         "steps",
@@ -114,7 +118,7 @@ def _why_section(candidates: Sequence[Candidate], best: Candidate) -> Section:
     others = [
         [
             changes_in_words(each.settings),
-            each.refused if each.timed is None else f"{each.timed.step_s / best.timed.step_s - 1:+.1%}",
+            each.refused if each.timed is None else f"{each.step_s / best.step_s - 1:+.1%}",
         ]
         for each in candidates
         if each is not best

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unisono.planner.fastest import Candidate, changes_in_words
-from unisono.planner.timed_plan import TimedPlan
 
 # where the numbers of a candidate are from
 SOURCES: Final[Mapping[str, str]] = {
@@ -16,6 +15,7 @@ SOURCES: Final[Mapping[str, str]] = {
     "communication_s": "calibrated: counted bytes, at the speed that plan calibrate measured between ranks that compute",
     "bubble_s": "modelled: the order of passes, with their measured times",
     "straggler_s": "modelled: the slowest of normally distributed ranks, with the measured spread of one",
+    "learned_factor": "measured: what earlier runs took over what was predicted (unisono plan accuracy)",
 }
 
 
@@ -52,7 +52,7 @@ def neighbours(candidates: Sequence[Candidate], best: Candidate) -> list[Neighbo
     found = [
         Neighbour(
             change=changes_in_words(difference),
-            slower_frac=None if other.timed is None else other.timed.step_s / _timed(best).step_s - 1,
+            slower_frac=None if other.timed is None else other.step_s / best.step_s - 1,
             reason=other.refused,
         )
         for other in candidates
@@ -78,12 +78,12 @@ def flips(candidates: Sequence[Candidate], best: Candidate) -> list[Flip]:
 
 def _flips_of_sums(candidates: Sequence[Candidate], best: Candidate) -> Iterator[Flip]:
     """The nearest factors on the time of sums, below and above one, at which another plan takes as long as ``best``."""
-    mine, my_sums = _timed(best), _sums_s(_timed(best))
+    my_sums = _sums_s(best)
     crossings: list[tuple[float, Candidate]] = []
     for other in candidates:
-        if other is best or other.timed is None or (sums := _sums_s(other.timed)) == my_sums:
+        if other is best or other.timed is None or (sums := _sums_s(other)) == my_sums:
             continue
-        factor = (other.timed.step_s - sums - (mine.step_s - my_sums)) / (my_sums - sums)
+        factor = (other.step_s - sums - (best.step_s - my_sums)) / (my_sums - sums)
         if factor > 0:
             crossings.append((factor, other))
     faster = max((each for each in crossings if each[0] < 1), key=lambda each: each[0], default=None)
@@ -109,10 +109,6 @@ def _flips_of_memory(candidates: Sequence[Candidate]) -> Iterator[Flip]:
         )
 
 
-def _sums_s(timed: TimedPlan) -> float:
-    return sum(timed.communication_s.values())
-
-
-def _timed(candidate: Candidate) -> TimedPlan:
-    assert candidate.timed is not None
-    return candidate.timed
+def _sums_s(candidate: Candidate) -> float:
+    """Seconds of sums in the step, corrected as the step is."""
+    return sum(candidate.timed.communication_s.values()) * candidate.learned.factor if candidate.timed else 0.0

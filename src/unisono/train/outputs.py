@@ -15,7 +15,7 @@ from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.goodput import GoodputLedger, launch_spans
-from unisono.observe.history import read_history
+from unisono.observe.history import RankHistory, read_history
 from unisono.observe.options import ObserveOptions
 from unisono.observe.run_summary import summarise
 from unisono.observe.sinks.trackers import Trackers
@@ -67,13 +67,14 @@ class RunOutputs:
             _LOG.warning("report.html was not written: %s; %s makes it of the events", reason, again)
             return None
 
-    def summary(self, facts: RunEndFacts) -> None:
-        """Print the summary of the run."""
+    def summary(self, facts: RunEndFacts) -> RankHistory:
+        """Print the summary of the run; returns the history that it is of."""
         history = read_history(self._events.path)
         ledger = GoodputLedger()
         ledger.add(history)
         goodput = ledger.result(launch_spans(self._run_dir))
         self._console.summary(replace(summarise(history), goodput=goodput), facts)
+        return history
 
     def close(self) -> None:
         """Close console and trackers. Idempotent."""
