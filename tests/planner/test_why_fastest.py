@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from unisono.plan.pipeline_schedule import schedule_order
-from unisono.planner.fastest import Candidate, parts_s
+from unisono.planner.fastest import Candidate
 from unisono.planner.fastest_page import write_fastest_page
 from unisono.planner.pipeline_timeline import pipeline_timeline
+from unisono.planner.plan_record import Learned
 from unisono.planner.timed_plan import TimedPlan
 from unisono.planner.why_fastest import flips, neighbours
 
@@ -72,6 +73,16 @@ def test_the_nearest_change_leads_to_the_plan_that_is_then_the_fastest() -> None
             assert (fastest != "tp") == beyond, plan
 
 
+def test_what_runs_taught_counts_in_both() -> None:
+    slower = replace(SHARDED, learned=Learned(factor=1.25, runs=4))
+    (neighbour,) = neighbours([BEST, replace(LARGER, learned=slower.learned)], BEST)
+    assert neighbour.slower_frac == pytest.approx(1.25 * 1.1 - 1)
+    # 1.25 (0.8 + 1.2 x) is above 1 + 0.5 x for all x; 1.1 (0.8 + 1.2 x) = 1 + 0.5 x at x = 0.12 / 0.82
+    assert flips([BEST, slower], BEST) == []
+    (faster,) = flips([BEST, replace(SHARDED, learned=Learned(factor=1.1, runs=4))], BEST)
+    assert faster.change == "sums between ranks 6.83 times as fast"
+
+
 def test_nothing_flips_where_nothing_else_was_timed() -> None:
     assert flips([BEST], BEST) == []
     assert neighbours([BEST], BEST) == []
@@ -112,4 +123,5 @@ def test_the_page_shows_each_plan_and_its_reason(tmp_path: Path) -> None:
     shown = {bar["name"]: bar["x"] for bar in charts["steps"]["data"]}
     assert shown["work"][0] == 1.0
     assert "pipeline" in shown
-    assert sum(parts_s(BEST).values()) == pytest.approx(1.5)
+    assert BEST.timed is not None
+    assert BEST.timed.parts_s == {"work": 1.0, "tp": 0.5}

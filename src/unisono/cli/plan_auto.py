@@ -230,12 +230,12 @@ def _keep_predictions(path: Path, search: FastestPlan, config: RunConfig, machin
 
 
 def _line(candidate: Candidate) -> str:
-    from unisono.planner.fastest import changes_in_words, parts_s
+    from unisono.planner.fastest import changes_in_words
 
     what = changes_in_words(candidate.settings)
     if (timed := candidate.timed) is None:
         return f"{what}: {candidate.refused}"
-    parts = [f"{name} {seconds:.4g}" for name, seconds in parts_s(candidate).items()]
+    parts = [f"{name} {seconds:.4g}" for name, seconds in timed.parts_s.items()]
     if candidate.learned.runs:
         parts.append(f"times {candidate.learned.factor:.3g} learned from {candidate.learned.runs} runs")
     return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ MAX_TENSOR_RANKS: Final = 8  # of one host
 _SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "ep", "pp", "schedule")
 _SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute", "compile")
 _RECOMPUTE: Final = ("none", "selective", "full")
+_STEP_S: Final = attrgetter("step_s")
 _GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
 
 
@@ -103,8 +105,8 @@ class FastestPlan:
             self._try_lighter(settings)
         best = self._best()
         while best is not None:
-            faster = min(map(self._try, self._neighbours(best)), key=_step_s, default=best)
-            if _step_s(faster) * _GAIN > _step_s(best):
+            faster = min(map(self._try, self._neighbours(best)), key=_STEP_S, default=best)
+            if faster.step_s * _GAIN > best.step_s:
                 break
             best = faster
         if best is not None and "compile" not in self.pinned:
@@ -114,7 +116,7 @@ class FastestPlan:
     def _best(self) -> Candidate | None:
         """The fastest; a compiled one only if it is faster by what must be gained."""
         timed = [candidate for candidate in self.candidates if candidate.timed is not None]
-        return min(timed, key=lambda each: _step_s(each) * (_GAIN if "compile" in each.settings else 1), default=None)
+        return min(timed, key=lambda each: each.step_s * (_GAIN if "compile" in each.settings else 1), default=None)
 
     def _ways_to_share(self) -> Iterator[dict[str, Any]]:
         """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first."""
@@ -199,10 +201,6 @@ class FastestPlan:
         return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed, learned=self.learned(plan))
 
 
-def _step_s(candidate: Candidate) -> float:
-    return candidate.step_s
-
-
 def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
     """All ways to share the work of a model between ``num_ranks`` with one axis or two, the simplest first.
 
@@ -227,19 +225,6 @@ def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
         for ranks in sizes if num_experts else ():
             if rest % ranks == 0 and num_experts % ranks == 0:
                 yield {**plain, **axes, "dp_shard": rest, "ep": ranks}
-
-
-def parts_s(candidate: Candidate) -> dict[str, float]:
-    """Seconds of what a timed candidate's step consists of, by name; an axis' name stands for its sums."""
-    timed = candidate.timed
-    assert timed is not None
-    parts = {
-        "work": timed.work_s,
-        **timed.communication_s,
-        "pipeline": timed.bubble_s,
-        "slowest rank": timed.straggler_s,
-    }
-    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def changes_in_words(settings: Mapping[str, Any]) -> str:

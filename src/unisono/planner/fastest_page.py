@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from unisono.planner.fastest import Candidate, changes_in_words, parts_s
+from unisono.planner.fastest import Candidate, changes_in_words
 from unisono.planner.timeline_chart import timeline_chart
 from unisono.planner.why_fastest import SOURCES, flips, neighbours
 from unisono.report.bars import stacked_bars
@@ -74,9 +74,10 @@ def _step_section(timed: Sequence[Candidate]) -> Section:
     rows = [
         (
             changes_in_words(each.settings),
-            {name: seconds * each.learned.factor for name, seconds in parts_s(each).items()},
+            {name: seconds * each.learned.factor for name, seconds in each.timed.parts_s.items()},
         )
         for each in timed
+        if each.timed is not None
     ]
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
     chart = stacked_bars(

@@ -262,12 +262,7 @@ def prediction_of(
         axes=used_axes(plan),
         ranks=plan.mesh.world_size,
         step_s=timed.step_s,
-        parts_s={
-            "work": timed.work_s,
-            **timed.communication_s,
-            "pipeline bubble": timed.bubble_s,
-            "slowest rank": timed.straggler_s,
-        },
+        parts_s=timed.parts_s,
         peak_bytes=peak_bytes,
         at_s=at_s,
     )

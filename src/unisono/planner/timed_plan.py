@@ -50,6 +50,13 @@ class TimedPlan:
         """Seconds of a step."""
         return self.work_s + sum(self.communication_s.values()) + self.bubble_s + self.straggler_s
 
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of what it consists of, by name; an axis' name stands for its sums."""
+        others = {"pipeline": self.bubble_s, "slowest rank": self.straggler_s}
+        parts = {"work": self.work_s, **self.communication_s, **others}
+        return {name: seconds for name, seconds in parts.items() if seconds}
+
 
 def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) -> TimedPlan:
     """The step of ``plan``, whose ranks of each place in the pipeline took ``timings``.
