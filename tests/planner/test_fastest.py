@@ -146,6 +146,7 @@ def test_what_earlier_runs_took_decides() -> None:
         pinned=found.pinned,
         num_ranks=found.num_ranks,
         memory_bytes=found.memory_bytes,
+        num_experts=0,
         links=found.links,
         budget_s=60.0,
         tried=lambda candidate: None,
