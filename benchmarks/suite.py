@@ -490,6 +490,12 @@ BENCHMARKS = (
         "predicted to be the fastest is compared with the fastest one.",
         rows=(
             Row("median error of the step time", "summary/step_time", figures.accuracy, aim=at_most(0.1)),
+            Row(
+                "steps within the stated interval of nine of ten",
+                "summary/step_time/covered",
+                figures.number("{:.2f}"),
+                aim=at_least(0.85),
+            ),
             Row("rank correlation", "summary/rank_correlation", figures.number("{:.3f}"), aim=at_least(0.7)),
             Row(
                 "chosen layout over the fastest",

@@ -187,10 +187,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Predicted over measured times of ``rows``: the median error, and the range."""
+    """Predicted over measured times of ``rows``: the median error, the share within the stated interval, and the range."""
+    from unisono.planner.timed_plan import SPREAD
+
     ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
     return {
         "median": statistics.median(abs(ratio - 1) for ratio in ratios),
+        "covered": sum(1 / (1 + SPREAD) <= ratio <= 1 + SPREAD for ratio in ratios) / len(ratios),
         "least": min(ratios),
         "most": max(ratios),
         "layouts": len(ratios),

@@ -92,6 +92,7 @@ def auto(
     search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
     from unisono.planner.fastest import as_json as listed
     from unisono.planner.fastest_page import write_fastest_page
+    from unisono.planner.timed_plan import SPREAD
     from unisono.planner.why_fastest import SOURCES, flips, neighbours
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
@@ -108,6 +109,7 @@ def auto(
         "memory_bytes": search.memory_bytes,
         "pinned": sorted(search.pinned),
         "settings": None if found is None else settings,
+        "spread_frac": SPREAD,
         "learned_factor": None if found is None else found.learned.factor,
         "learned_runs": None if found is None else found.learned.runs,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
@@ -244,6 +246,9 @@ def _line(candidate: Candidate) -> str:
 def _verdict(
     search: FastestPlan, found: Candidate | None, settings: dict[str, Any], overlay: str | None
 ) -> Iterator[str]:
+    from unisono.planner.timed_plan import SPREAD
+    from unisono.planner.why_fastest import flips, neighbours
+
     if found is None:
         yield "no plan fits: unisono plan fit shows what each measure saves"
         return
@@ -257,13 +262,13 @@ def _verdict(
     )
     changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
     yield f"fastest: {changes or 'as configured'}: {found.step_s:.4g} s a step{than}"
+    low_s, high_s = found.step_s / (1 + SPREAD), found.step_s * (1 + SPREAD)
+    yield f"nine of ten such steps take {low_s:.4g} to {high_s:.4g} s"
     if found.learned.runs:
         yield (
             f"earlier runs took {found.learned.factor:.3g} times as long as predicted, the median of {found.learned.runs}: "
             f"without that {found.step_s / found.learned.factor:.4g} s (unisono plan accuracy)"
         )
-    from unisono.planner.why_fastest import flips, neighbours
-
     changed = neighbours(search.candidates, found)
     if changed:
         yield "with one setting changed:"
