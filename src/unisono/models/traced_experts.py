@@ -26,6 +26,15 @@ def host_counts(counts: Tensor, num_rows: int) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
+def split_at_limit(order: Tensor, place: Tensor, limit: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """``order`` [n] of choices whose ``place`` [n] in the rows of their expert is below ``limit``, and of the others. Without values
+    each expert gets an equal share, or ``limit`` rows where that is less."""
+    if not is_traced(order):
+        return order[place < limit], order[place >= limit]
+    num_kept = min(order.numel(), limit * num_experts)
+    return order[:num_kept].clone(), order[num_kept:].clone()
+
+
 def grouped_matmul_shapes(rows: Tensor, stack: Tensor) -> Tensor:
     """A tensor [M, O] like that of ``grouped_mm`` of rows [M, I] and stack [E, O, I], which torch 2.13 traces in bf16 alone."""
     return _GroupedMatmul.apply(rows, stack)  # pyright: ignore[reportReturnType]
