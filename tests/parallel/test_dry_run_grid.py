@@ -10,7 +10,7 @@ import matrix
 import pytest
 from matrix import Case
 from pool import Pool
-from test_dry_run import EXECUTED_STEPS, compare, executed, trainer_of, without_buffers
+from traced_memory import EXECUTED_STEPS, compare, executed, trainer_of, without_buffers
 
 from unisono.dist import JobSpec, World
 from unisono.train.dry_run import RankMemory, trace_ranks
@@ -45,7 +45,7 @@ def pairs_of(point: Point) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
 
 
 def pairwise_points() -> Iterator[Point]:
-    """Points of the grid such that each pair of values that any legal point has occurs: always the first point with most new pairs."""
+    """Points with each pair of values that any legal point has: always the first point with most pairs that are missing."""
     legal = [point for point in itertools.product(*GRID.values()) if is_legal(point)]
     missing = set().union(*map(pairs_of, legal))
     while missing:

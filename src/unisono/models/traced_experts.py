@@ -27,8 +27,8 @@ def host_counts(counts: Tensor, num_rows: int) -> list[int]:
 
 
 def split_at_limit(order: Tensor, place: Tensor, limit: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """``order`` [n] of choices whose ``place`` [n] in the rows of their expert is below ``limit``, and of the others. Without values
-    each expert gets an equal share, or ``limit`` rows where that is less."""
+    """``order`` [n] of choices whose ``place`` [n] in the rows of their expert is below ``limit``, and of the others. Without
+    values each expert gets an equal share, or ``limit`` rows where that is less."""
     if not is_traced(order):
         return order[place < limit], order[place >= limit]
     num_kept = min(order.numel(), limit * num_experts)

@@ -100,8 +100,8 @@ def extrapolated(traces: Sequence[Mapping[Site, Peak]], count: int) -> Peak | No
 
 
 def _places_of_all(traces: Sequence[Mapping[Site, Peak]]) -> list[dict[Site, Peak]]:
-    """The places that all traces have. Others differ in the bytes of the result, such as a list of all parameters: these are taken
-    as one place for each operation and phase."""
+    """The places that all traces have. Others differ in the bytes of the result, such as a stack of all norms: these are taken as
+    one place for each operation and phase."""
     common = set(traces[0]).intersection(*traces[1:])
     places: list[dict[Site, Peak]] = []
     for trace in traces:
@@ -127,7 +127,7 @@ def _names_numbers(plan: Plan) -> bool:
 
 
 def _are_alike(block: nn.Module, other: nn.Module, number: int, other_number: int) -> bool:
-    """Whether two members of a list have the same modules, shapes and attributes; the number of a block in its list may differ."""
+    """Whether two members of a list have equal modules, shapes and attributes; an attribute may be the number in the list."""
     mine, theirs = list(block.named_modules()), list(other.named_modules())
     if [(path, type(module)) for path, module in mine] != [(path, type(module)) for path, module in theirs]:
         return False

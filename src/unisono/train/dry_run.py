@@ -109,10 +109,8 @@ def trace_ranks(
     return [traced[rank] for rank in wanted]
 
 
-def _extrapolate(
-    given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks
-) -> RankMemory | None:
-    """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow from them."""
+def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
+    """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow."""
     traces = list[dict[Site, Peak]]()
     for count in TRACED_BLOCKS:
         memory, peaks = _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {})
@@ -170,12 +168,11 @@ def ranks_that_show(plan: Plan, wanted: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*(places[place] for place in sorted(places)), *wanted]))
 
 
-def _trace_rank(
-    given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates
-) -> tuple[RankMemory, dict[Site, Peak]]:
-    """Trace one rank: its memory, and the peak of each kind of operation. ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added.
+def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -> tuple[RankMemory, dict[Site, Peak]]:
+    """Trace one rank: its memory, and the peak of each kind of operation.
 
-    Raises UnknownHiddenState if it receives another one.
+    ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added. Raises
+    UnknownHiddenState if it receives another one.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveStorages(fake)
