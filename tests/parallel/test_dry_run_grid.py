@@ -87,6 +87,15 @@ def test_a_model_of_hugging_face_is_traced_as_it_is_executed(pool: Pool, tmp_pat
 
 
 @pytest.mark.full
+def test_a_mask_that_transformers_makes_for_a_trace_alone_is_counted(pool: Pool, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    settings = {"dp_shard": 2, "layers": 2, "global_batch": 12, "micro_batch": 3, "steps": EXECUTED_STEPS}
+    (traced,) = trainer_of(str(tmp_path), World(JobSpec(world_size=2)), "llama-sdpa", settings).dry_run(2)
+    real, _ = pool.run(executed, "llama-sdpa", settings, ranks=2, timeout_s=240)
+    assert 1.005 < without_buffers(traced.peak.by_kind) / without_buffers(real) < 1.1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_of_real_routing_lies_in_the_stated_band(pool: Pool, tmp_path, recompute: str) -> None:
     case = Case(model="gpt-moe", axes={"dp_shard": 2, "ep": 2}, settings={"recompute": recompute})

@@ -70,7 +70,7 @@ def _moe(layers: int, capacity_factor: float = 0.0) -> tuple[torch.nn.Module, An
     return tiny.model(**sizes), tiny.RaggedTokens(), next_token
 
 
-def _llama(layers: int) -> tuple[torch.nn.Module, Any, Any]:
+def _llama(layers: int, attention: str = "eager") -> tuple[torch.nn.Module, Any, Any]:
     import transformers
 
     torch.manual_seed(0)
@@ -78,6 +78,7 @@ def _llama(layers: int) -> tuple[torch.nn.Module, Any, Any]:
     config = transformers.LlamaConfig(
         vocab_size=tiny.VOCAB, num_hidden_layers=layers, max_position_embeddings=tiny.SEQ_LEN, use_cache=False, **sizes
     )
+    config._attn_implementation = attention
     return transformers.LlamaForCausalLM(config), tiny.RaggedTokens(), next_token
 
 
@@ -148,6 +149,7 @@ MODELS: dict[str, Callable[[int], tuple[torch.nn.Module, Any, Any]]] = {
     # half of the choices are dropped where all experts get equally many
     "gpt-moe-capped": lambda layers: _moe(layers, 0.5),
     "llama": _llama,
+    "llama-sdpa": lambda layers: _llama(layers, "sdpa"),
     "bert": _bert,
     "resnet": _resnet,
     "resnet-batchnorm": lambda layers: _resnet(layers, "batch"),

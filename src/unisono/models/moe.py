@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from unisono.models.layers import matmul_dtype
 from unisono.models.options import ModelOptions
-from unisono.models.traced_experts import grouped_matmul_shapes, host_counts, is_traced, split_at_limit
+from unisono.models.traced_experts import host_counts, split_at_limit
 
 BIAS_UPDATE_RATE = 1e-3  # DeepSeek-V3, section 4.2
 BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2
@@ -236,8 +236,6 @@ def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     """
     is_aligned = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
     if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if is_traced(rows):
-            return grouped_matmul_shapes(rows, stack)
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0, dtype=torch.int32))
     parts = rows.split(host_counts(counts, rows.shape[0]))
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 teste
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError
 from unisono.measure.live_storages import LiveStorages, Peak, Site
+from unisono.models.traced_experts import GroupedProducts
 from unisono.observe.meters import StepTimers
 from unisono.parallel.deferred_init import deferred_init
 from unisono.parallel.fsdp import padded_once
@@ -180,7 +181,7 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
     with (
         _explain_values(),
         padded_once(),
-        assembled_rank(given, plan, rank, hidden, (fake, live), copied=empty_copy) as parts,
+        assembled_rank(given, plan, rank, hidden, (fake, GroupedProducts(), live), copied=empty_copy) as parts,
     ):
         return _trace_steps(parts, fake, live), live.peaks
 
