@@ -29,7 +29,7 @@ from unisono.measure.live_storages import LiveStorages, Peak, Site
 from unisono.models.traced_experts import GroupedProducts
 from unisono.observe.meters import StepTimers
 from unisono.parallel.deferred_init import deferred_init
-from unisono.parallel.fsdp import padded_once
+from unisono.parallel.fsdp import traced_shards
 from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
 from unisono.plan.options import PlanOptions
@@ -112,13 +112,13 @@ def trace_ranks(
 
 def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
     """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow."""
-    traces = list[dict[Site, Peak]]()
-    for count in TRACED_BLOCKS:
-        memory, peaks = _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {})
-        traces.append(peaks)
-    peak = extrapolated(traces, equal.count)
+    traces = [
+        _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {}) for count in TRACED_BLOCKS
+    ]
+    peak = extrapolated([peaks for _, peaks in traces], equal.count)
     if peak is None:
         return None
+    memory, _ = traces[-1]
     ledger = equal.whole_ledger(memory.ledger, TRACED_BLOCKS[-1])
     return replace(memory, ledger=ledger, peak=peak, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1])
 
@@ -180,7 +180,7 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
     live.kind = "buffers"
     with (
         _explain_values(),
-        padded_once(),
+        traced_shards(),
         assembled_rank(given, plan, rank, hidden, (fake, GroupedProducts(), live), copied=empty_copy) as parts,
     ):
         return _trace_steps(parts, fake, live), live.peaks
