@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matrix
 import pytest
-import tiny
-import torch
 from matrix import CASES, Case
 from pool import Pool
-from torch import nn
+from traced_memory import EXECUTED_STEPS, compare, executed, trainer_of, without_buffers
 
-from unisono.data.loading.loader import to_device
 from unisono.dist import JobSpec, World
 from unisono.dist.simulated_world import simulated_world
 from unisono.errors import ConfigError
-from unisono.measure.live_storages import LiveStorages, Peak
-from unisono.models.moe import Router
-from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
-from unisono.train.trainer import Trainer
 
-EXECUTED_STEPS = 8
-EXECUTIONS = 4  # where the lowest peak is still above the trace: on a busy host a step without a late thread is rare
 # larger plans take long to execute, and add no axis
 TRACED = [
     *(case for case in CASES if case.ranks <= 4),
@@ -38,81 +25,12 @@ TRACED = [
 SHORT = {"gpt-dp_shard2"}
 
 
-def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) -> Trainer:
-    layers, settings = settings["layers"], {name: value for name, value in settings.items() if name != "layers"}
-    network, data, objective = matrix.MODELS[model](layers)
-    return tiny.trainer(folder, world=world, network=network, data=data, objective=objective, **settings)
-
-
-def executed(world: World, model: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Bytes by kind at this rank's peak in a step that is really made.
-
-    Of several steps the lowest peak: Gloo's threads let go of tensors at some moment after a collective has returned, so that a
-    peak varies from step to step, upwards.
-    """
-    live = LiveStorages()
-    live.kind = "buffers"
-    with tempfile.TemporaryDirectory() as folder:
-        run = trainer_of(str(world.broadcast_json(folder)), world, model, settings)
-        with ThreadPoolExecutor(1) as other_thread, live, run:
-            route_equally(run.model)
-            runner = run._loop.runner
-            with phases_as_kinds(live, runner.timers):
-                batches, peaks = run._loop.loader.iterate(0, EXECUTED_STEPS), list[Peak]()
-                for _ in range(EXECUTED_STEPS):
-                    live.kind = "between phases"
-                    # nothing is counted in another thread: what the host of an accelerator has is no memory of the step
-                    batch = other_thread.submit(next, batches).result()
-                    batch = replace(batch, micro_batches=[to_device(part, run.device) for part in batch.micro_batches])
-                    begin_step(live, run.model, run.state, batch.micro_batches)
-                    runner.train_step.run(batch)
-                    del batch
-                    peaks.append(live.peak)
-            by_kind = min(peaks[STEPS - 1 :], key=lambda peak: peak.bytes).by_kind
-            world.barrier()
-    return dict(by_kind)
-
-
-def without_buffers(by_kind: dict[str, int]) -> int:
-    """The buffers of collectives have a fixed size, beside which errors would not show in tiny models."""
-    return sum(size for kind, size in by_kind.items() if kind != "buffers")
-
-
-def route_equally(model: nn.Module) -> None:
-    """Let routers send equally many tokens to each expert, as traces take it."""
-
-    def chosen(
-        router: Router, _args: object, output: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, choice = output
-        return weights, torch.arange(choice.numel()).view_as(choice) % router.weight.shape[0]
-
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(chosen)
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name in SHORT else pytest.mark.full) for case in TRACED],
 )
 def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Case) -> None:
-    settings = {**matrix.settings_of(case), "steps": EXECUTED_STEPS}
-    run = trainer_of(str(tmp_path), World(JobSpec(world_size=case.ranks)), case.model, settings)
-    traced = run.dry_run(case.ranks)
-    last = run.dry_run(case.ranks, [case.ranks - 1])
-    ranks = [*traced, *last]
-    real: list[dict[str, int]] = []
-    for _ in range(EXECUTIONS):
-        more = pool.run(executed, case.model, settings, ranks=case.ranks, timeout_s=240)
-        real = [min(each, key=without_buffers) for each in zip(real or more, more, strict=True)]
-        if not any(without_buffers(real[rank.rank]) > 1.005 * without_buffers(rank.peak.by_kind) for rank in ranks):
-            break
-    for rank in ranks:
-        by_kind = real[rank.rank]
-        assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
-            f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
-        )
+    compare(pool, tmp_path, case.model, {**matrix.settings_of(case), "steps": EXECUTED_STEPS}, case.ranks)
 
 
 def test_a_rank_of_a_job_simulates_no_other() -> None:

@@ -57,8 +57,9 @@ def _gpt(layers: int) -> tuple[torch.nn.Module, Any, Any]:
     return tiny.model(num_layers=layers, num_heads=4, num_kv_heads=2), tiny.RaggedTokens(), next_token
 
 
-def _moe(layers: int) -> tuple[torch.nn.Module, Any, Any]:
+def _moe(layers: int, capacity_factor: float = 0.0) -> tuple[torch.nn.Module, Any, Any]:
     sizes = {
+        "capacity_factor": capacity_factor,
         "num_layers": layers,
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -67,6 +68,18 @@ def _moe(layers: int) -> tuple[torch.nn.Module, Any, Any]:
         "ffn_dim": 16,
     }
     return tiny.model(**sizes), tiny.RaggedTokens(), next_token
+
+
+def _llama(layers: int, attention: str = "eager") -> tuple[torch.nn.Module, Any, Any]:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=tiny.VOCAB, num_hidden_layers=layers, max_position_embeddings=tiny.SEQ_LEN, use_cache=False, **sizes
+    )
+    config._attn_implementation = attention
+    return transformers.LlamaForCausalLM(config), tiny.RaggedTokens(), next_token
 
 
 def _bert(layers: int) -> tuple[torch.nn.Module, Any, Any]:
@@ -133,6 +146,10 @@ class Images:
 MODELS: dict[str, Callable[[int], tuple[torch.nn.Module, Any, Any]]] = {
     "gpt": _gpt,
     "gpt-moe": _moe,
+    # half of the choices are dropped where all experts get equally many
+    "gpt-moe-capped": lambda layers: _moe(layers, 0.5),
+    "llama": _llama,
+    "llama-sdpa": lambda layers: _llama(layers, "sdpa"),
     "bert": _bert,
     "resnet": _resnet,
     "resnet-batchnorm": lambda layers: _resnet(layers, "batch"),

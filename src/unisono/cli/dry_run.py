@@ -54,6 +54,8 @@ def _as_json(plan: Plan, traced: Sequence[RankMemory], limit_bytes: int) -> dict
             "peak_phase": rank.peak.kind,
             "peak_operator": rank.peak.operator,
             "peak_bytes_by_kind": rank.peak.by_kind,
+            "equal_blocks": rank.equal_blocks,
+            "traced_blocks": rank.traced_blocks,
         }
         for rank in traced
     ]
@@ -88,4 +90,6 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
         if size
     )
     yield f"rank {largest.rank} at its peak: {held}"
+    if largest.traced_blocks:
+        yield f"traced {largest.traced_blocks} of {largest.equal_blocks} equal blocks, from which the others follow"
     yield f"memory here: {limit_bytes / _GIB:.4g}; beside tensors, processes, kernels and communicators take some"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import Final, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -13,20 +13,23 @@ from unisono.dist.jobspec import JobSpec
 from unisono.dist.world import World
 from unisono.errors import ConfigError
 
+HOST_RANKS: Final = 8  # of a host with accelerators, as they are mostly built
+
 
 @contextmanager
 def simulated_world(rank: int, world_size: int) -> Generator[World]:
     """This process as rank ``rank`` of ``world_size``, of which it is the only one that exists.
 
     Collectives return at once. What they return has the right shapes, and no meaning. Each rank is taken to say the same as this
-    one where ranks tell each other facts. Torch calls such process groups fake.
+    one where ranks tell each other facts. Torch calls such process groups fake. A host has at most ``HOST_RANKS``.
 
     Raises:
         ConfigError: The process is a rank of a job already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; it has no public name
 
-    job = JobSpec(rank=rank, world_size=world_size, local_rank=rank, local_world=world_size)
+    local_world = min(world_size, HOST_RANKS)
+    job = JobSpec(rank=rank, world_size=world_size, local_rank=rank % local_world, local_world=local_world)
     if world_size == 1:
         yield World(job, is_simulated=True)
         return

@@ -33,6 +33,21 @@ class Peak:
     kind: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Operations that are alike: the same one, on results of the same size, under one ``LiveStorages.kind``.
+
+    Attributes:
+        kind: ``LiveStorages.kind`` then.
+        operator: The operation.
+        result_bytes: Bytes of its result; -1 of several results.
+    """
+
+    kind: str
+    operator: str
+    result_bytes: int
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the storages that operations inside make, and of those that are marked, until they are freed.
 
@@ -45,12 +60,14 @@ class LiveStorages(TorchDispatchMode):
         kind: Kind of the storages that operations make from now on, such as the phase of a step. ``mark`` gives others.
         now_bytes: Bytes that are alive.
         peak: Where the most bytes were alive since the last ``reset_peak``.
+        peaks: The same of each kind of operation.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.kind = ""
         self.now_bytes, self.peak = 0, Peak()
+        self.peaks: dict[Site, Peak] = {}
         self._fake = fake
         self._bytes: dict[int, int] = {}  # by address of the storage
         self._kinds: dict[int, str] = {}
@@ -88,6 +105,7 @@ class LiveStorages(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Begin a new peak, with what is alive now."""
         self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind))
+        self.peaks = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -100,8 +118,12 @@ class LiveStorages(TorchDispatchMode):
                 _address(tensor.untyped_storage()) not in inputs
             ):  # else it is a view, perhaps of what no operation has made
                 self._see(tensor, self.kind)
-        if self.now_bytes > self.peak.bytes:
-            self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=str(func), kind=self.kind)
+        site = Site(self.kind, str(func), result.nbytes if isinstance(result, Tensor) else -1)
+        if site not in self.peaks or self.now_bytes > self.peaks[site].bytes:
+            peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=site.operator, kind=site.kind)
+            self.peaks[site] = peak
+            if peak.bytes > self.peak.bytes:
+                self.peak = peak
         return result
 
     def _counted(self, values: Any) -> list[Tensor]:

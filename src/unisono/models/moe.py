@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from unisono.models.layers import matmul_dtype
 from unisono.models.options import ModelOptions
-from unisono.models.traced_experts import grouped_matmul_shapes, host_counts, is_traced
+from unisono.models.traced_experts import host_counts, split_at_limit
 
 BIAS_UPDATE_RATE = 1e-3  # DeepSeek-V3, section 4.2
 BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2
@@ -105,12 +105,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         """x [B, T, D], weights and choice [B, T, k] → Σ weight · expert(x) over the chosen experts, [B, T, D]."""
         k = choice.shape[-1]
-        order, counts = self._sort_by_expert(choice.flatten())  # [N·k], [E]
+        order, counts, num_rows = self._sort_by_expert(choice.flatten())  # [N·k], [E], at most N·k
         places = torch.empty_like(order)  # row of each choice [N·k]
         places[order] = torch.arange(order.numel(), device=order.device)
         rows = gather_rows(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
         if self._has_capacity_limit:
-            num_rows = int(counts.sum())
             outputs = F.pad(self.compute(rows[:num_rows], counts), (0, 0, 0, rows.shape[0] - num_rows))
         else:
             outputs = self.compute(rows, counts)  # [N·k, D]
@@ -121,16 +120,17 @@ class Experts(nn.Module):
     def _has_capacity_limit(self) -> bool:
         return self.training and self.capacity_factor > 0
 
-    def _sort_by_expert(self, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Order of the choices [N·k] by expert, then position, dropped ones last; and rows per expert [E]."""
+    def _sort_by_expert(self, choice: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Order of the choices [N·k] by expert, then position, dropped ones last; rows per expert [E]; and rows that are kept."""
         counts = _count(choice, self.num_experts)
         order = choice.argsort(stable=True)
         if not self._has_capacity_limit:
-            return order, counts
+            return order, counts, order.numel()
         limit = math.ceil(Fraction(str(self.capacity_factor)) * choice.numel() / self.num_experts)
         start = counts.cumsum(0) - counts  # [E]
         place = torch.arange(order.numel(), device=order.device) - start[choice[order]]
-        return torch.cat([order[place < limit], order[place >= limit]]), counts.clamp(max=limit)
+        kept, dropped = split_at_limit(order, place, limit, self.num_experts)
+        return torch.cat([kept, dropped]), counts.clamp(max=limit), len(kept)
 
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert and ``counts`` [E] of rows per expert → outputs of the experts [M, D]."""
@@ -236,8 +236,6 @@ def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     """
     is_aligned = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
     if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if is_traced(rows):
-            return grouped_matmul_shapes(rows, stack)
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0, dtype=torch.int32))
     parts = rows.split(host_counts(counts, rows.shape[0]))
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])

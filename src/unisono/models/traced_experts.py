@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # has no public name; torch 2.13 tested
+from torch.utils._python_dispatch import TorchDispatchMode  # has no public name either
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -26,18 +27,23 @@ def host_counts(counts: Tensor, num_rows: int) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
-def grouped_matmul_shapes(rows: Tensor, stack: Tensor) -> Tensor:
-    """A tensor [M, O] like that of ``grouped_mm`` of rows [M, I] and stack [E, O, I], which torch 2.13 traces in bf16 alone."""
-    return _GroupedMatmul.apply(rows, stack)  # pyright: ignore[reportReturnType]
+def split_at_limit(order: Tensor, place: Tensor, limit: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """``order`` [n] of choices whose ``place`` [n] in the rows of their expert is below ``limit``, and of the others. Without
+    values each expert gets an equal share, or ``limit`` rows where that is less."""
+    if not is_traced(order):
+        return order[place < limit], order[place >= limit]
+    num_kept = min(order.numel(), limit * num_experts)
+    return order[:num_kept].clone(), order[num_kept:].clone()
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, stack: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, stack)
-        return rows.new_empty(rows.shape[0], stack.shape[1])
+class GroupedProducts(TorchDispatchMode):
+    """Gives grouped products of fake tensors their shapes, which torch 2.13 does in bf16 alone."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        rows, stack = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(stack)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        left, right = args[:2]
+        if right.dim() == 3:  # rows [M, I] and stack [E, I, O]
+            return left.new_empty(left.shape[0], right.shape[2])
+        offsets = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])  # the gradient of a stack

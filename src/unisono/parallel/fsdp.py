@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # has no public name; torch 2.13 tested
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # has no public name; torch 2.13 tested
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.errors import PlanError, nearest_name
@@ -185,10 +186,31 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The shards of a parameter, each cut when it is asked for; those beyond its rows are empty."""
+
+    tensor: Tensor
+    count: int
+    dim: int
+
+    def __getitem__(self, number: int) -> Tensor:
+        size = self.tensor.shape[self.dim]
+        length = -(-size // self.count)
+        if number and number * length >= size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, number * length, min(length, size - number * length))
+
+
 @contextmanager
-def padded_once() -> Generator[None]:
-    """Inside, uneven shards without values are padded once, as those with values are: FSDP2 tells it by their addresses."""
-    reset = FSDPParam.reset_sharded_param
+def traced_shards() -> Generator[None]:
+    """Inside, FSDP2 does as much for shards without values as a trace needs.
+
+    Uneven ones are padded once, as those with values are: FSDP2 tells it by their addresses. And a rank cuts its own shard alone,
+    not those of thousands of ranks.
+    """
+    param: Any = _fsdp_param.FSDPParam
+    reset, chunk = param.reset_sharded_param, vars(_fsdp_param)["_chunk_with_empty"]
 
     def reset_if_replaced(shard: Any) -> None:
         padded: Any = shard._sharded_param_data.untyped_storage()
@@ -196,11 +218,13 @@ def padded_once() -> Generator[None]:
         if padded._cdata != current._cdata:
             reset(shard)
 
-    FSDPParam.reset_sharded_param = reset_if_replaced  # pyright: ignore[reportAttributeAccessIssue]
+    param.reset_sharded_param = reset_if_replaced
+    setattr(_fsdp_param, "_chunk_with_empty", _Chunks)  # noqa: B010
     try:
         yield
     finally:
-        FSDPParam.reset_sharded_param = reset
+        param.reset_sharded_param = reset
+        setattr(_fsdp_param, "_chunk_with_empty", chunk)  # noqa: B010
 
 
 class FSDPGradients:

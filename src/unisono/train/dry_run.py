@@ -25,14 +25,17 @@ from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 teste
 
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError
-from unisono.measure.live_storages import LiveStorages, Peak
+from unisono.measure.live_storages import LiveStorages, Peak, Site
+from unisono.models.traced_experts import GroupedProducts
 from unisono.observe.meters import StepTimers
-from unisono.parallel.fsdp import padded_once
+from unisono.parallel.deferred_init import deferred_init
+from unisono.parallel.fsdp import traced_shards
 from unisono.parallel.memory_ledger import MemoryLedger, coordinates_of
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.train.assembly import RunInputs, RunParts
+from unisono.train.block_traces import TRACED_BLOCKS, EqualBlocks, extrapolated, find_equal_blocks
 from unisono.train.loop_assembly import build_train_step
 from unisono.train.objectives import Batch
 from unisono.train.setup import resolve_plan
@@ -55,12 +58,16 @@ class RankMemory:
         peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
             ``batch``; ``buffers`` that were made before the steps; and the phase of the step in which others were made, such as
             ``forward``.
+        equal_blocks: Equal blocks of the model.
+        traced_blocks: How many of them were traced; the memory of all follows from traces of fewer (``train.block_traces``).
     """
 
     rank: int
     stages: tuple[int, ...]
     ledger: MemoryLedger
     peak: Peak
+    equal_blocks: int = 0
+    traced_blocks: int = 0
 
 
 def ranks_to_trace(plan: Plan) -> list[int]:
@@ -70,11 +77,23 @@ def ranks_to_trace(plan: Plan) -> list[int]:
 
 
 def trace_ranks(
-    given: RunInputs, options: Plan | PlanOptions, world_size: int, ranks: Sequence[int] = ()
+    given: RunInputs,
+    options: Plan | PlanOptions,
+    world_size: int,
+    ranks: Sequence[int] = (),
+    *,
+    extrapolates: bool = True,
 ) -> list[RankMemory]:
     """Trace steps of ``ranks`` of a job of ``world_size``; by default ``ranks_to_trace``.
 
     The samples of the first step are read, by this process alone. Blocks are not compiled: compiled, they mostly take less.
+
+    Args:
+        given: What the run is made of.
+        options: The plan, or its options.
+        world_size: Ranks of the job.
+        ranks: The ranks to trace.
+        extrapolates: Whether a few of many equal blocks are traced, where the memory of all follows from theirs.
 
     Raises:
         ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
@@ -83,8 +102,25 @@ def trace_ranks(
     plan = plan_of_ranks(options, world_size, ranks)
     plan = replace(plan, backend=replace(plan.backend, compile="off"))
     wanted = list(ranks) or ranks_to_trace(plan)
-    traced = trace_places(given, plan, ranks_that_show(plan, wanted), {})
+    model = given.model if isinstance(given.model, nn.Module) else deferred_init(given.model).model
+    equal = find_equal_blocks(model, plan) if extrapolates else None
+    traced = {rank: memory for rank in wanted if equal and (memory := _extrapolate(given, plan, rank, model, equal))}
+    left = [rank for rank in wanted if rank not in traced]
+    traced |= trace_places(given, plan, ranks_that_show(plan, left), {})
     return [traced[rank] for rank in wanted]
+
+
+def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
+    """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow."""
+    traces = [
+        _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {}) for count in TRACED_BLOCKS
+    ]
+    peak = extrapolated([peaks for _, peaks in traces], equal.count)
+    if peak is None:
+        return None
+    memory, _ = traces[-1]
+    ledger = equal.whole_ledger(memory.ledger, TRACED_BLOCKS[-1])
+    return replace(memory, ledger=ledger, peak=peak, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1])
 
 
 def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[int]) -> Plan:
@@ -117,7 +153,7 @@ def trace_places(given: RunInputs, plan: Plan, ranks: Sequence[int], hidden: Hid
         known, late = len(hidden), list[int]()
         for rank in waiting:
             try:
-                traced[rank] = _trace_rank(given, plan, rank, hidden)
+                traced[rank], _ = _trace_rank(given, plan, rank, hidden)
             except UnknownHiddenState:
                 late.append(rank)
         assert len(late) < len(waiting) or len(hidden) > known, "no stage shows what it passes on"
@@ -133,20 +169,21 @@ def ranks_that_show(plan: Plan, wanted: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*(places[place] for place in sorted(places)), *wanted]))
 
 
-def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -> RankMemory:
-    """Trace one rank. ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added.
+def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -> tuple[RankMemory, dict[Site, Peak]]:
+    """Trace one rank: its memory, and the peak of each kind of operation.
 
-    Raises UnknownHiddenState if it receives another one.
+    ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added. Raises
+    UnknownHiddenState if it receives another one.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveStorages(fake)
     live.kind = "buffers"
     with (
         _explain_values(),
-        padded_once(),
-        assembled_rank(given, plan, rank, hidden, (fake, live), copied=empty_copy) as parts,
+        traced_shards(),
+        assembled_rank(given, plan, rank, hidden, (fake, GroupedProducts(), live), copied=empty_copy) as parts,
     ):
-        return _trace_steps(parts, fake, live)
+        return _trace_steps(parts, fake, live), live.peaks
 
 
 def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> RankMemory:

@@ -383,7 +383,10 @@ def _staging(
     world: World, hierarchical: Literal["auto"] | bool, shared_memory: Literal["auto"] | bool
 ) -> PushStaging | None:
     """Staging in shared memory; None where it is not wanted, or 'auto' and unavailable. A collective."""
-    if shared_memory is not True and (not shared_memory or hierarchical is True or world.group is None):
+    several_hosts = world.is_simulated and not world.job.is_local  # real ranks find out for themselves
+    if shared_memory is not True and (
+        not shared_memory or hierarchical is True or world.group is None or several_hosts
+    ):
         return None
     try:
         return PushStaging(SharedMemoryAllReduce(world))
