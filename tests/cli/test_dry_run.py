@@ -45,6 +45,12 @@ def test_a_rank_can_be_chosen_and_its_shard_is_smaller(desk: Desk) -> None:
     assert rank["parameters_bytes"] < one["parameters_bytes"] / 8
 
 
+def test_it_says_that_a_few_of_many_equal_blocks_were_traced(desk: Desk) -> None:
+    settings = ("model.num_layers=24", "plan.micro_batch=8", "plan.global_batch=8")
+    assert "traced 5 of 24 equal blocks" in traced(desk, settings=settings).out
+    assert "equal blocks" not in traced(desk).out
+
+
 def test_a_strategy_file_says_how_many_ranks(desk: Desk) -> None:
     desk.here("plan", "export", "--processes=6", "--set=plan.global_batch=6")
     assert json.loads(traced(desk, "--plan=plan.json", "--json").out)["processes"] == 6

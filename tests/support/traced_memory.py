@@ -35,8 +35,8 @@ def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) ->
 def executed(world: World, model: str, settings: dict[str, Any], *, routes_equally: bool = True) -> dict[str, int]:
     """Bytes by kind at this rank's peak in a step that is really made.
 
-    Of several steps the lowest peak: Gloo's threads let go of tensors at some moment after a collective has returned, so that a
-    peak varies from step to step, upwards.
+    With real routing, which differs from step to step, the highest peak of several steps. Else the lowest: Gloo's threads let go
+    of tensors at some moment after a collective has returned, so that a peak varies from step to step, upwards.
     """
     live = LiveStorages()
     live.kind = "buffers"
@@ -57,7 +57,8 @@ def executed(world: World, model: str, settings: dict[str, Any], *, routes_equal
                     runner.train_step.run(batch)
                     del batch
                     peaks.append(live.peak)
-            by_kind = min(peaks[STEPS - 1 :], key=lambda peak: peak.bytes).by_kind
+            chosen = min if routes_equally else max
+            by_kind = chosen(peaks[STEPS - 1 :], key=lambda peak: peak.bytes).by_kind
             world.barrier()
     return dict(by_kind)
 
