@@ -20,7 +20,7 @@ GIB = 2**30
 def trace(options: PlanOptions, num_ranks: int, ranks: Sequence[int]) -> tuple[Plan, list[RankMemory]]:
     plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]
     peak = Peak(bytes=plan.batch.micro_batch * GIB, operator="aten.mm.default", kind="forward")
-    return plan, [RankMemory(rank=0, stages=(), ledger=MemoryLedger(parameters={}), peak=peak)]
+    return plan, [RankMemory(rank=0, stages=(), ledger=MemoryLedger(parameters={}), peak=peak, flops=1)]
 
 
 def ladder(budget_gib: int, *, num_ranks: int = 1, given: dict[str, Any] | None = None, **options: Any) -> Ladder:

@@ -51,6 +51,7 @@ def _as_json(plan: Plan, traced: Sequence[RankMemory], limit_bytes: int) -> dict
             "gradients_bytes": rank.ledger.gradient_bytes,
             "optimizer_bytes": rank.ledger.state_bytes,
             "peak_bytes": rank.peak.bytes,
+            "flops": rank.flops,
             "peak_phase": rank.peak.kind,
             "peak_operator": rank.peak.operator,
             "peak_bytes_by_kind": rank.peak.by_kind,
@@ -92,4 +93,6 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
     yield f"rank {largest.rank} at its peak: {held}"
     if largest.traced_blocks:
         yield f"traced {largest.traced_blocks} of {largest.equal_blocks} equal blocks, from which the others follow"
+    most = max(traced, key=lambda rank: rank.flops)
+    yield f"rank {most.rank} computes most: {most.flops / 1e12:.4g} TFLOP in a step, with what is computed again"
     yield f"memory here: {limit_bytes / _GIB:.4g}; beside tensors, processes, kernels and communicators take some"

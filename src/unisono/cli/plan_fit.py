@@ -101,7 +101,7 @@ def fit(
             for line in ledger_lines(_memory_ending(failed, ladder, None)):
                 echo(line)
         if not as_json:
-            echo(_line(rung, ladder.budget_bytes))
+            echo(_line(rung, ladder))
 
     if not as_json and failed is None:
         echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
@@ -177,12 +177,15 @@ def memory_budget_bytes(device: Any, num_ranks: int) -> int:
     )
 
 
-def _line(rung: Rung, budget_bytes: int) -> str:
+def _line(rung: Rung, ladder: Ladder) -> str:
     if rung.largest is None:
         return f"  {rung.measure}: not possible ({rung.refused})"
-    peak = rung.largest.peak
+    peak, budget_bytes = rung.largest.peak, ladder.budget_bytes
     less = "fits" if rung.fits(budget_bytes) else f"{(peak.bytes - budget_bytes) / _GIB:.4g} GiB too much"
-    return f"  {rung.measure}: {peak.bytes / _GIB:.4g} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind}); {less}"
+    place = f"{_gib(peak.bytes)} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind})"
+    configured = ladder.rungs[0].flops
+    computed = f"; {rung.flops / configured:.3g} x the FLOPs" if rung.flops != configured and configured else ""
+    return f"  {rung.measure}: {place}{computed}; {less}"
 
 
 def _verdict(
@@ -257,6 +260,7 @@ def _as_json(rung: Rung) -> dict[str, Any]:
         found |= {
             "rank": rung.largest.rank,
             "peak_bytes": peak.bytes,
+            "flops": rung.flops,
             "peak_operator": peak.operator,
             "peak_phase": peak.kind,
             "peak_bytes_by_kind": peak.by_kind,

@@ -53,6 +53,11 @@ class Rung:
         """The rank that holds the most; None where nothing was traced."""
         return max(self.ranks, key=lambda rank: rank.peak.bytes, default=None)
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step of the rank with the most; 0 where nothing was traced."""
+        return max((rank.flops for rank in self.ranks), default=0)
+
     def fits(self, budget_bytes: int) -> bool:
         """Whether no rank holds more than ``budget_bytes``."""
         return self.largest is not None and self.largest.peak.bytes <= budget_bytes

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 teste
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError
 from unisono.measure.live_storages import LiveStorages, Peak, Site
+from unisono.measure.operator_flops import OperatorFlops
 from unisono.models.traced_experts import GroupedProducts
 from unisono.observe.meters import StepTimers
 from unisono.parallel.deferred_init import deferred_init
@@ -58,6 +59,8 @@ class RankMemory:
         peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
             ``batch``; ``buffers`` that were made before the steps; and the phase of the step in which others were made, such as
             ``forward``.
+        flops: Of matrix products, convolutions and attention in the step, with those that are computed again
+            (``measure.operator_flops``).
         equal_blocks: Equal blocks of the model.
         traced_blocks: How many of them were traced; the memory of all follows from traces of fewer (``train.block_traces``).
     """
@@ -66,6 +69,7 @@ class RankMemory:
     stages: tuple[int, ...]
     ledger: MemoryLedger
     peak: Peak
+    flops: int
     equal_blocks: int = 0
     traced_blocks: int = 0
 
@@ -118,9 +122,12 @@ def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equa
     peak = extrapolated([peaks for _, peaks in traces], equal.count)
     if peak is None:
         return None
-    memory, _ = traces[-1]
+    (before, _), (memory, _) = traces[-2:]
+    flops = memory.flops + (memory.flops - before.flops) * (equal.count - TRACED_BLOCKS[-1])
     ledger = equal.whole_ledger(memory.ledger, TRACED_BLOCKS[-1])
-    return replace(memory, ledger=ledger, peak=peak, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1])
+    return replace(
+        memory, ledger=ledger, peak=peak, flops=flops, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1]
+    )
 
 
 def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[int]) -> Plan:
@@ -178,15 +185,17 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveStorages(fake)
     live.kind = "buffers"
+    work = OperatorFlops()
+    modes = (fake, GroupedProducts(), live, work)
     with (
         _explain_values(),
         traced_shards(),
-        assembled_rank(given, plan, rank, hidden, (fake, GroupedProducts(), live), copied=empty_copy) as parts,
+        assembled_rank(given, plan, rank, hidden, modes, copied=empty_copy) as parts,
     ):
-        return _trace_steps(parts, fake, live), live.peaks
+        return _trace_steps(parts, fake, live, work), live.peaks
 
 
-def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> RankMemory:
+def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages, work: OperatorFlops) -> RankMemory:
     train_step, stages = build_train_step(parts), parts.sharded.parallel.stages
     with unset_fake_temporarily(), closing(parts.loader.iterate(0, 1)) as steps:
         batch = next(steps)
@@ -200,6 +209,7 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
             ]
             begin_step(live, parts.built.model, parts.state, micro_batches)
             made = micro_batches if parts.sharded.pipeline is not None else _unlike(micro_batches)
+            share, work.flops = _numel(made) / _numel(micro_batches), 0
             train_step.run(replace(batch, micro_batches=made))
             del micro_batches, made
     return RankMemory(
@@ -207,7 +217,12 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages) -> R
         stages=() if stages is None else stages.stage_ids,
         ledger=parts.ledger,
         peak=live.peak,
+        flops=round(work.flops / share),
     )
+
+
+def _numel(micro_batches: Sequence[Batch]) -> int:
+    return sum(tensor.numel() for micro_batch in micro_batches for tensor in micro_batch.values())
 
 
 def _unlike(micro_batches: Sequence[Batch]) -> list[Batch]:
