@@ -46,9 +46,16 @@ def test_what_a_row_says_wins_over_the_preset() -> None:
 def test_the_zero_stage_follows_from_the_ranks_that_share_states_unless_it_is_given() -> None:
     found = [
         read_layout(ROW | row)
-        for row in ({"fsdp": "8"}, {"fsdp": "8", "zero": "2"}, {"zero": "0"}, {"zero": "3", "cp": "2"})
+        for row in (
+            {"fsdp": "8"},
+            {"fsdp": "8", "zero": "2"},
+            {"zero": "0"},
+            {"zero": "3", "cp": "2"},
+            {"fsdp": "1", "cp": "4"},  # over the ranks of a sequence alone
+            {"fsdp": "1"},
+        )
     ]
-    assert [(job.zero, job.state_ranks) for job in found] == [(3, 8), (2, 8), (0, 1), (3, 16)]
+    assert [(job.zero, job.state_ranks) for job in found] == [(3, 8), (2, 8), (0, 1), (3, 16), (3, 4), (1, 16)]
     assert read_layout(ROW | {"cut": "balanced"}).cut == "balanced"
 
 

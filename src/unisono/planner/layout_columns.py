@@ -38,9 +38,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
 
     Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
     tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Without ``zero``, ``fsdp``
-    ranks share all states (ZeRO 3), and without ``fsdp`` all data ranks share those of the optimizer (ZeRO 1). Stages per rank
-    are read from ``VP=`` in the notes, and whether the model is compiled. A precision such as ``bf16-true`` has all states in 16
-    bits.
+    x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all data ranks share those of the optimizer (ZeRO 1). Stages
+    per rank are read from ``VP=`` in the notes, and whether the model is compiled. A precision such as ``bf16-true`` has all
+    states in 16 bits.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -51,6 +51,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     device, num_devices = cluster.device, cluster.num_devices
     seq_len = _count(row, "seq_len") or model.max_seq_len or DEFAULT_SEQ_LEN
     tp, pp, cp, ep, fsdp = (_count(row, axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
+    is_fsdp = bool(row.get("fsdp")) and fsdp * cp > 1  # ranks of a sequence share states too
     replicas = max(1, num_devices // (tp * pp * cp))
     global_batch = _number(row, "global_batch")
     micro_batch = _number(row, "micro_batch") or _default_micro_batch(seq_len, global_batch / replicas)
@@ -66,8 +67,8 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         cut=_cut(row.get("cut", "")),
         cp=cp,
         ep=ep,
-        zero=_zero(row.get("zero", ""), fsdp),
-        dp_shard=fsdp if fsdp > 1 else 0,
+        zero=_zero(row.get("zero", ""), 3 if is_fsdp else 1),
+        dp_shard=fsdp if is_fsdp else 0,
         micro_batch=micro_batch,
         global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
         seq_len=seq_len,
@@ -156,9 +157,9 @@ def _recompute(text: str) -> Recompute:
     raise LayoutError(f"recompute {text!r}", "it is full, selective or none", "full")
 
 
-def _zero(text: str, fsdp: int) -> int:
+def _zero(text: str, default: int) -> int:
     if not text:
-        return 3 if fsdp > 1 else 1
+        return default
     if text not in map(str, ZERO_STAGES):
         raise LayoutError(f"zero {text!r}", "the ZeRO stage is 0, 1, 2 or 3, or empty", "zero=1")
     return int(text)
