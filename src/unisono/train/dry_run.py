@@ -200,6 +200,7 @@ def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages, work
     with unset_fake_temporarily(), closing(parts.loader.iterate(0, 1)) as steps:
         batch = next(steps)
 
+    share = 1.0  # of the samples, that is traced
     with phases_as_kinds(live, parts.timers):
         for _ in range(STEPS):
             live.kind = "between phases"
