@@ -94,6 +94,14 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
         ((*JOB, "--pin", "zero=4"), "--pin zero=4\n  rule: the ZeRO stage is 0, 1, 2 or 3"),
         ((*JOB, "--pin", "tp=8", "--pin", "tp=4"), "--pin tp=8 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),
+        (
+            (*JOB, "--report", "none/a.html"),
+            "--report none/a.html\n  rule: the file is written into a folder that exists",
+        ),
+        (
+            (*JOB, "--apply", "none/a.json"),
+            "--apply none/a.json\n  rule: the file is written into a folder that exists",
+        ),
         ((*JOB, "show", "plan.json"), "options of a search before the command 'show'"),
     ],
 )

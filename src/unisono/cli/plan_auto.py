@@ -17,6 +17,7 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
+    check_output,
     common_options,
     load_run_config,
     print_result,
@@ -79,6 +80,8 @@ def auto(
     none fits.
     """
     check_overlay(config, overlay)
+    if report is not None:
+        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:

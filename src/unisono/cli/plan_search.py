@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import ExpandedPath, print_result
+from unisono.cli.common import ExpandedPath, check_output, print_result
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 
@@ -70,8 +69,10 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
     from unisono.planner.plan_page import write_plan_page
     from unisono.planner.search import choose, compare
 
-    if apply is not None and os.path.lexists(apply):
-        raise _refused(f"--apply {apply}", "a file that exists is not overwritten", "another name")
+    if apply is not None:
+        check_output("--apply", apply, consequence="nothing was searched")
+    if report is not None:
+        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
     try:
         job = _job(**options)
         compared = compare(job)
