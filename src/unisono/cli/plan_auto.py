@@ -85,8 +85,8 @@ def auto(
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:
-        options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
-        options["--report"] = report
+        options: dict[str, object] = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s}
+        options |= {"--apply": overlay, "--report": report}
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
