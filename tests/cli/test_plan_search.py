@@ -63,6 +63,9 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
     small = desk.here("plan", *JOB, "--memory-gib", "2")
     assert small.code == 1
     assert "none fits: the one that needs least takes " in small.out
+    assert "\ntry more devices or devices with more memory\n" in small.out
+    pinned = desk.here("plan", *JOB, "--memory-gib", "2", "--pin", "recompute=none", "--pin", "micro_batch=2")
+    assert "\ntry full recompute, a micro-batch of 1, more devices or devices with more memory\n" in pinned.out
     large = json.loads(desk.here("plan", *JOB, "--memory-gib", "2000", "--json").out)
     assert large["best"]["layout"] == large["without_limit"]["layout"]
     assert "memory does not decide" in desk.here("plan", *JOB, "--memory-gib", "2000").out
