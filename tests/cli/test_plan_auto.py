@@ -113,6 +113,14 @@ def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
     assert (desk.folder / overlay).read_text() == "# mine\n"
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("option", ["--apply=none/new.toml", "--report=none/new.html"])
+def test_a_folder_that_is_missing_is_told_before_the_search(desk: Desk, option: str) -> None:
+    refused = auto(desk, option, code=2)
+    assert "the file is written into a folder that exists" in refused.err
+    assert refused.out == ""
+
+
 @pytest.mark.full
 def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     """In processes of their own: two ranks, links that are really measured, and a run of two ranks with what was found."""

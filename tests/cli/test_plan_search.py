@@ -57,10 +57,15 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
     tokens = json.loads(desk.here("plan", *JOB[:4], "--global-batch", "2Mtok", "--pin", "tp=8", "--json").out)
     assert tokens["best"]["layout"]["global_batch"] == 256
     assert {each["layout"]["tp"] for each in (tokens["best"], *tokens["pareto"])} == {8}
+    replicas = json.loads(desk.here("plan", *JOB, "--pin", "zero=0", "--json").out)
+    assert replicas["best"]["layout"]["zero"] == 0
     assert "does not fit: " in desk.here("plan", *JOB, "--memory-gib", "30").out
     small = desk.here("plan", *JOB, "--memory-gib", "2")
     assert small.code == 1
     assert "none fits: the one that needs least takes " in small.out
+    assert "\ntry more devices or devices with more memory\n" in small.out
+    pinned = desk.here("plan", *JOB, "--memory-gib", "2", "--pin", "recompute=none", "--pin", "micro_batch=2")
+    assert "\ntry full recompute, a micro-batch of 1, more devices or devices with more memory\n" in pinned.out
     large = json.loads(desk.here("plan", *JOB, "--memory-gib", "2000", "--json").out)
     assert large["best"]["layout"] == large["without_limit"]["layout"]
     assert "memory does not decide" in desk.here("plan", *JOB, "--memory-gib", "2000").out
@@ -89,7 +94,17 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
         ((*JOB, "--pin", "recompute=some"), "recompute is none, selective or full"),
+        ((*JOB, "--pin", "zero=4"), "--pin zero=4\n  rule: the ZeRO stage is 0, 1, 2 or 3"),
+        ((*JOB, "--pin", "tp=8", "--pin", "tp=4"), "--pin tp=8 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),
+        (
+            (*JOB, "--report", "none/a.html"),
+            "--report none/a.html\n  rule: the file is written into a folder that exists",
+        ),
+        (
+            (*JOB, "--apply", "none/a.json"),
+            "--apply none/a.json\n  rule: the file is written into a folder that exists",
+        ),
         ((*JOB, "show", "plan.json"), "options of a search before the command 'show'"),
     ],
 )

@@ -446,6 +446,7 @@ def test_gib() -> None:
     assert format_gib(2**30) == "1 GiB"
     assert format_gib(2**20 * 12) == "12 MiB"
     assert format_gib(80e9) == "74.5 GiB"
+    assert format_gib(1213.4 * 2**30) == "1,213 GiB"
 
 
 def test_sparkline() -> None:

@@ -118,3 +118,4 @@ def test_every_number_of_a_prediction_has_a_source() -> None:
     assert {*StepParts.__slots__, *MemoryParts.__slots__} <= SOURCES.keys()
     assert {source.kind for source in SOURCES.values()} == {"exact", "modelled", "fitted"}
     assert all(source.text for source in SOURCES.values())
+    assert not any("step_time.json" in SOURCES[name].text for name in MemoryParts.__slots__)  # it has those of times

@@ -72,7 +72,7 @@ def test_more_memory_never_gives_a_slower_plan(each: Job) -> None:
     "pins",
     [
         {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
-        {"recompute": "full"}, {"tp": 2, "pp": 4},
+        {"recompute": "full"}, {"tp": 2, "pp": 4}, {"stages_per_rank": 2}, {"stages_per_rank": 1}, {"zero": 0},
     ],
     ids=str,
 )  # fmt: skip

@@ -327,3 +327,4 @@ def test_devices_are_found_however_they_are_written(written: str, preset: str) -
     assert find_device(written) is DEVICES[preset]
     assert find_device("Abacus") is None
     assert find_preset("abacus-7b") is None
+    assert find_preset("llama-3-8bb") is None

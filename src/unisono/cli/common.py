@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -60,6 +61,28 @@ class OutPath(ExpandedPath):
                 nearest="the path of a new folder",
             )
         return super().convert(value, param, ctx)
+
+
+def check_output(option: str, path: str | Path, *, consequence: str, is_replaced: bool = False) -> None:
+    """Refuse a file that could not be written, before the work whose result it is for.
+
+    Args:
+        option: The option that names it.
+        path: The file.
+        consequence: What has not been done.
+        is_replaced: Whether a file that exists is overwritten.
+
+    Raises:
+        ConfigError: It exists, or its folder does not.
+    """
+    folder = Path(path).parent
+    if not is_replaced and os.path.lexists(path):
+        rule, nearest = "a file that exists is not overwritten", "another name"
+    elif not folder.is_dir():
+        rule, nearest = "the file is written into a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"
+    else:
+        return
+    raise ConfigError(given=f"{option} {path}", rule=rule, consequence=consequence, nearest=nearest)
 
 
 class FiniteRange(click.FloatRange):

@@ -17,6 +17,7 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
+    check_output,
     common_options,
     load_run_config,
     print_result,
@@ -79,16 +80,13 @@ def auto(
     none fits.
     """
     check_overlay(config, overlay)
+    if report is not None:
+        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:
-        options: dict[str, object] = {
-            "--processes": num_ranks,
-            "--memory-gib": memory_gib,
-            "--budget-s": budget_s,
-            "--apply": overlay,
-        }
-        options["--report"] = report
+        options: dict[str, object] = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s}
+        options |= {"--apply": overlay, "--report": report}
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import ExpandedPath, common_options, print_result
+from unisono.cli.common import ExpandedPath, check_output, common_options, print_result
 from unisono.errors import ConfigError
 from unisono.storage.files import write_atomically
 from unisono.storage.write_errors import explained_write_errors
@@ -61,15 +60,14 @@ def _check_output(output: Path) -> None:
     """Refuse a name that cannot be written before anything is measured."""
     from unisono.planner.cluster_file import SUFFIX, is_cluster_file
 
-    def refused(rule: str, nearest: str) -> ConfigError:
-        return ConfigError(given=f"--output {output}", rule=rule, consequence="nothing was measured", nearest=nearest)
-
     if not is_cluster_file(output.name):
-        raise refused(f"the name of such a file ends in {SUFFIX}", f"--output {output.stem}{SUFFIX}")
-    if os.path.lexists(output):
-        raise refused("a file that exists is not overwritten", "another name")
-    if not output.parent.is_dir():
-        raise refused("the file is written into a folder that exists", f"mkdir -p {output.parent}")
+        raise ConfigError(
+            given=f"--output {output}",
+            rule=f"the name of such a file ends in {SUFFIX}",
+            consequence="nothing was measured",
+            nearest=f"--output {output.stem}{SUFFIX}",
+        )
+    check_output("--output", output, consequence="nothing was measured")
 
 
 def _cluster_text(report: RankReport) -> str:

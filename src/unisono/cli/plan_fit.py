@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from unisono.cli.common import LOG, ExpandedPath, common_options, load_run_config, print_result, takes_config
+from unisono.cli.common import (
+    LOG,
+    ExpandedPath,
+    check_output,
+    common_options,
+    load_run_config,
+    print_result,
+    takes_config,
+)
 from unisono.cli.terminal import echo
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
@@ -151,13 +159,8 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
             consequence="nothing was traced",
             nearest="one file that has the others as its base",
         )
-    if overlay is not None and os.path.lexists(overlay):
-        raise ConfigError(
-            given=f"--apply {overlay}",
-            rule="a file that exists is not overwritten",
-            consequence="nothing was traced",
-            nearest="another name",
-        )
+    if overlay is not None:
+        check_output("--apply", overlay, consequence="nothing was traced")
 
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import ExpandedPath, print_result
+from unisono.cli.common import ExpandedPath, check_output, print_result
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 
@@ -70,8 +69,10 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
     from unisono.planner.plan_page import write_plan_page
     from unisono.planner.search import choose, compare
 
-    if apply is not None and os.path.lexists(apply):
-        raise _refused(f"--apply {apply}", "a file that exists is not overwritten", "another name")
+    if apply is not None:
+        check_output("--apply", apply, consequence="nothing was searched")
+    if report is not None:
+        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
     try:
         job = _job(**options)
         compared = compare(job)
@@ -129,7 +130,7 @@ def _job(
         global_batch=_sequences(global_batch or "", layout.seq_len),
         seq_len=layout.seq_len,
         compiled=is_compiled,
-        pins=dict(map(_pin, pins)),
+        pins=_pins(pins),
         memory_bytes=(memory_gib or 0) * _GIB,
     )
 
@@ -147,7 +148,18 @@ def _sequences(text: str, seq_len: int) -> int:
     return int(count)
 
 
+def _pins(texts: Sequence[str]) -> dict[str, int | str]:
+    pins: dict[str, int | str] = {}
+    for text in texts:
+        name, value = _pin(text)
+        if name in pins:
+            raise _refused(f"--pin {name}={pins[name]} --pin {text}", "an axis has one value", f"--pin {text}")
+        pins[name] = value
+    return pins
+
+
 def _pin(text: str) -> tuple[str, int | str]:
+    from unisono.planner.layout import ZERO_STAGES
     from unisono.planner.layout_space import AXES
 
     name, _, value = text.partition("=")
@@ -158,7 +170,10 @@ def _pin(text: str) -> tuple[str, int | str]:
         if value not in ("none", "selective", "full"):
             raise _refused(f"--pin {text}", "recompute is none, selective or full", "recompute=full")
         return name, value
-    if not re.fullmatch("[1-9][0-9]{0,9}", value):
+    if name == "zero":
+        if value not in map(str, ZERO_STAGES):
+            raise _refused(f"--pin {text}", "the ZeRO stage is 0, 1, 2 or 3", "zero=1")
+    elif not re.fullmatch("[1-9][0-9]{0,9}", value):
         raise _refused(f"--pin {text}", "the value of an axis is a whole number above 0", f"{name}=1")
     return name, int(value)
 

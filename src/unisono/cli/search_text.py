@@ -87,7 +87,16 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     if found.best is None or answer.prediction is None:
         least = found.smallest
         yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
-        yield "try more devices, full recompute if it is not pinned, or a smaller batch"
+        # what needs least has these unless they are pinned
+        pins = [
+            text
+            for text, is_pinned in (
+                ("full recompute", least.layout.recompute != "full"),
+                ("a micro-batch of 1", least.layout.micro_batch > 1),
+            )
+            if is_pinned
+        ]
+        yield f"try {', '.join([*pins, 'more devices'])} or devices with more memory"
         yield from _flip_lines(answer.sensitivity.flips)
         return
     yield from prediction_lines(found.best.layout, answer.prediction)

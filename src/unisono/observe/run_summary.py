@@ -282,4 +282,4 @@ def format_gib(count_bytes: float) -> str:
     """Format bytes as GiB (2^30), or as MiB below 0.1 GiB."""
     if count_bytes < 0.1 * 2**30:
         return f"{count_bytes / 2**20:.3g} MiB"
-    return f"{count_bytes / 2**30:.3g} GiB"
+    return f"{count_bytes / 2**30:{'.3g' if count_bytes < 1000 * 2**30 else ',.0f'}} GiB"

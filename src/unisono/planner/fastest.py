@@ -22,13 +22,13 @@ from unisono.errors import ConfigError, PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, load_fields, option_of
+from unisono.planner.fit import MAX_TENSOR_RANKS
 from unisono.planner.plan_record import Learned
 from unisono.planner.run_trials import RunTrials
 from unisono.planner.timed_plan import TimedPlan, predict_step
 from unisono.train.config import RunConfig
 from unisono.train.setup import resolve_plan
 
-MAX_TENSOR_RANKS: Final = 8  # of one host
 _SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "ep", "pp", "schedule")
 _SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute", "compile")
 _RECOMPUTE: Final = ("none", "selective", "full")

@@ -129,6 +129,8 @@ class Space:
                 self._refuse("it divides a replica's share of the global batch", micro_batch=micro_batch)
                 continue
             micro_batches = share // micro_batch
+            if pp == 1 and "stages_per_rank" in self.job.pins:
+                continue  # a rank has stages in a pipeline alone
             for stages in self._values("stages_per_rank") if pp > 1 else [0]:
                 if pp > 1 and micro_batches < pp:
                     rule = "a replica has at least as many micro-batches as the pipeline has stages"

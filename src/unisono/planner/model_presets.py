@@ -122,8 +122,10 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
 
 def find_preset(name: str) -> ModelShape | None:
     """The shape of a well-known model, however its name is written: ``LLAMA3_70B``, ``llama3.1-70b SFT``; None if unknown."""
-    wanted = _plain(re.sub(r"^[\w.-]+/", "", name))  # without an organisation
-    matching = [preset for preset in PRESETS if wanted.startswith(_plain(preset))]
+    wanted = re.sub(r"^[\w.-]+/", "", name)  # without an organisation
+    # a preset and more words; ``llama-3-8bb`` is none
+    begins = {_plain(wanted[: word.end()]) for word in re.finditer(r"[A-Za-z0-9]+", wanted)}
+    matching = [preset for preset in PRESETS if _plain(preset) in begins]
     return PRESETS[max(matching, key=len)] if matching else None
 
 
