@@ -17,6 +17,7 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
+    FiniteRange,
     common_options,
     load_run_config,
     print_result,
@@ -47,12 +48,12 @@ _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
 @click.option(
     "--memory-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=1e6, min_open=True),
     help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
 )
 @click.option(
     "--budget-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=300.0,
     show_default=True,
     help="Seconds after which no further plan is tried.",

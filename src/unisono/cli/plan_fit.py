@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from unisono.cli.common import LOG, ExpandedPath, common_options, load_run_config, print_result, takes_config
+from unisono.cli.common import (
+    LOG,
+    ExpandedPath,
+    FiniteRange,
+    common_options,
+    load_run_config,
+    print_result,
+    takes_config,
+)
 from unisono.cli.terminal import echo
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
@@ -32,7 +40,7 @@ _GIB = 2**30
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
 @click.option(
     "--memory-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=1e6, min_open=True),
     help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
 )
 @click.option(
@@ -52,7 +60,7 @@ _GIB = 2**30
 )
 @click.option(
     "--budget-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Seconds after which no further plan is tried (default: all are).",
 )
 @common_options
