@@ -26,10 +26,12 @@ from unisono.cli.common import (
 )
 from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.config import Resolved
 from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
+from unisono.exit_codes import REQUEUE
 from unisono.storage.files import os_reason, write_atomically
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
+_CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes what it has made
 
 
 @click.command("auto")
@@ -90,7 +93,11 @@ def auto(
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
     if cores := os.environ.get(_AS_A_RANK):
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
+    try:
+        with sigterm_interrupts():
+            search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
+    except KeyboardInterrupt:
+        raise SystemExit(REQUEUE) from None  # the process that started this one says so
     from unisono.planner.fastest import as_json as listed
     from unisono.planner.fastest_page import write_fastest_page
     from unisono.planner.why_fastest import SOURCES, flips, neighbours
@@ -156,6 +163,7 @@ def _search_as_a_rank(
     resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str], stdout: int | None = None
 ) -> tuple[int, str]:
     """Search in a process with the threads, cores and allocator of a rank; its exit code, and what it wrote to ``stdout``."""
+    from unisono.launch.child import kill_group
     from unisono.launch.resources import divide_host
     from unisono.launch.workers import Reaper
 
@@ -164,14 +172,20 @@ def _search_as_a_rank(
     environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: cores}
     command = module_command("unisono", "plan", "auto", *arguments)
     with (
+        sigterm_interrupts(),
         Reaper() as reaper,
         subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True) as process,
     ):
         reaper.watch(process.pid)
         try:
             said, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_CLEANS_UP_S)
+            raise
         finally:
-            process.kill()  # where this process was interrupted
+            kill_group(process)
             reaper.forget(process.pid)
     return process.returncode if process.returncode >= 0 else 1, said or ""
 

@@ -22,6 +22,7 @@ from unisono.cli.common import (
     takes_config,
 )
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
 from unisono.errors import ConfigError, UnisonoError
@@ -113,7 +114,7 @@ def fit(
 
     if not as_json and failed is None:
         echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
-    with open_trials(resolved) as trials:
+    with sigterm_interrupts(), open_trials(resolved) as trials:
         ladder = Ladder(
             trace=trials.trace,
             options=resolved.value.plan,
