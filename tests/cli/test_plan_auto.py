@@ -184,6 +184,25 @@ def test_a_search_ends_with_the_command_that_started_it(desk: Desk) -> None:
             search.kill()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["auto", "fit"])
+def test_what_an_interrupted_search_has_made_is_removed(desk: Desk, tmp_path: Path, command: str) -> None:
+    sets = [f"--set={setting}" for setting in SMALL]
+    environ = {**os.environ, "PYTHONPATH": module_path(), "TMPDIR": str(tmp_path)}
+    arguments = module_command("unisono", "plan", command, "--processes=1", *sets)
+    with subprocess.Popen(
+        arguments, cwd=desk.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            waited_for(lambda: list(tmp_path.glob("unisono-dry-run-*")))
+            started.terminate()
+            _, said = started.communicate(timeout=60)
+        finally:
+            started.kill()
+    assert (started.returncode, said.strip()) == (75, "unisono: interrupted")
+    assert not list(tmp_path.glob("unisono-dry-run-*"))
+
+
 def searches_of(pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(pid).children() if "auto" in child.cmdline()]
 

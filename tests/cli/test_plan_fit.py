@@ -100,6 +100,9 @@ def test_a_rung_that_is_no_plan_is_passed_over_with_its_reason(desk: Desk) -> No
         (("--apply=none/new.toml",), "--apply none/new.toml\n  rule: the file is written into a folder that exists"),
         (("a.toml", "b.toml", "--apply=new.toml"), "the file that is written goes over one file"),
         (("--processes=3", "--set=plan.tp=2"), "the product of the mesh axes"),
+        (("--memory-gib=nan",), "nan is no finite number"),
+        (("--memory-gib=1e308",), "is not in the range"),
+        (("--budget-s=nan",), "nan is no finite number"),
     ],
 )
 def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> None:

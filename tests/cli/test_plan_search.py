@@ -91,6 +91,11 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
             (*JOB[:4], "--global-batch", "many"),
             "--global-batch many\n  rule: it is a number of sequences, or of tokens",
         ),
+        ((*JOB[:4], "--global-batch", f"{'9' * 400}tok"), "tok\n  rule: it is less than 2^53"),
+        ((*JOB[:4], "--global-batch", str(2**53)), f"{2**53}\n  rule: it is less than 2^53"),
+        ((*JOB, "--memory-gib", "nan"), "nan is no finite number"),
+        ((*JOB, "--memory-gib", "1e308"), "is not in the range"),
+        ((*JOB, "--pin", "tp=2", "--pin", "tp=4"), "--pin tp=2 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
         ((*JOB, "--pin", "recompute=some"), "recompute is none, selective or full"),
@@ -176,6 +181,7 @@ def test_names_of_devices_are_text_in_the_page(desk: Desk) -> None:
     text = (desk.folder / "named.html").read_text()
     assert "on 1 &lt;b&gt;" in text
     assert "on 1 <b>" not in text
+    assert "\x1b" not in text
 
 
 def test_without_a_cluster_it_is_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

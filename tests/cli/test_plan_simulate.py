@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from commands import Desk
@@ -73,8 +75,8 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
         (("--rows", "twice.csv"), "twice.csv: a column that is there twice"),
         (("--rows", "empty.csv"), "empty.csv: no column model, gpu_type, gpus"),
         (("--rows", "rows.csv"), "rows.csv: no column gpu_type, gpus"),
-        (("--rows", "bytes.csv"), "rows are read from a CSV file in UTF-8"),
-        (("--rows", "quote.csv"), "rows are read from a CSV file in UTF-8"),
+        (("--rows", "bytes.csv"), "rows are read from a CSV file of at most 16,777,216 bytes in UTF-8"),
+        (("--rows", "quote.csv"), "rows are read from a CSV file of at most 16,777,216 bytes in UTF-8"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
@@ -86,6 +88,20 @@ def test_what_cannot_be_simulated_is_said(desk: Desk, arguments: tuple[str, ...]
     answer = desk.here("plan", "simulate", *arguments)
     assert answer.code == 2
     assert said in answer.err
+
+
+def test_rows_without_an_end_are_not_read(desk: Desk, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "large.csv").touch()
+    os.truncate(tmp_path / "large.csv", 1 << 40)
+    for name, said in {
+        "pipe": "not a regular file",
+        "zero": "not a regular file",
+        "large": "more than 16,777,216 bytes",
+    }.items():
+        answer = desk.here("plan", "simulate", "--rows", str(tmp_path / f"{name}.csv"))
+        assert (answer.code, said in answer.err) == (2, True)
 
 
 def test_a_row_with_more_cells_than_the_header_is_refused_alone(desk: Desk) -> None:

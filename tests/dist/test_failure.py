@@ -60,6 +60,26 @@ def test_missing_or_torn_words_read_as_none(tmp_path: Path, content: str | None)
     assert read_failure(tmp_path, 1, 4) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rank", "1"), ("rank", -1), ("rank", 10**400), ("epoch", None), ("at_monotonic_s", "x"), ("message", [])),
+        *(
+            ("memory", {"limit_bytes": float("inf")}),
+            ("memory", {"limit_bytes": -1}),
+            ("memory", {"limit_bytes": 10**400}),
+        ),
+        *(("absent", [10**400]), ("blamed", ["x"]), ("step", -1), ("traceback", None)),
+    ],
+)
+def test_words_of_another_form_read_as_none(tmp_path: Path, name: str, value: object) -> None:
+    path = record_failure(tmp_path, JOB, boom("x"), step=1)
+    record = json.loads(path.read_text())
+    assert read_failure(tmp_path, 1, 4) is not None
+    path.write_text(json.dumps(record | {name: value}))
+    assert read_failure(tmp_path, 1, 4) is None
+
+
 def test_words_of_an_earlier_attempt_are_not_mixed_in(tmp_path: Path) -> None:
     record_failure(tmp_path, JOB, boom("old"), step=1)
     assert read_failure(tmp_path, 1, 5) is None

@@ -123,7 +123,14 @@ def entry(**changes: Any) -> dict[str, Any]:
     [
         *(None, 3, "x", [], {}, {"transport": "gloo"}),
         *(entry(seconds=0), entry(seconds=-1), entry(seconds="0.5"), entry(seconds=None), entry(seconds=1e300)),
-        *(entry(nbytes=0), entry(nbytes=2**80), entry(nbytes=True), entry(ranks=0), entry(ranks=1.5)),
+        *(
+            entry(nbytes=0),
+            entry(nbytes=2**80),
+            entry(nbytes=10**400),
+            entry(nbytes=True),
+            entry(ranks=0),
+            entry(ranks=1.5),
+        ),
         *(entry(operation="steal"), entry(hosts="a"), entry(hosts=[1]), entry(pair={}), entry(spread_frac=-1)),
     ],
 )

@@ -76,6 +76,7 @@ def prediction(**changes: Any) -> dict[str, Any]:
         *(None, 3, "x", [], {}, {"plan": "p"}, prediction(step_s=0), prediction(step_s=-1), prediction(step_s="1")),
         *(prediction(step_s=1e300), prediction(parts_s={"work": -1}), prediction(parts_s=[]), prediction(axes="tp")),
         *(prediction(machine={}), prediction(peak_bytes=-5), prediction(ranks=0), prediction(words="\ud800")),
+        *(prediction(peak_bytes=10**400), prediction(ranks=10**400), prediction(parts_s={"work": float("nan")})),
     ],
 )
 def test_a_wrong_entry_costs_only_itself(tmp_path: Path, wrong: Any) -> None:

@@ -17,6 +17,7 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
+    FiniteRange,
     check_output,
     common_options,
     load_run_config,
@@ -26,10 +27,12 @@ from unisono.cli.common import (
 )
 from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.config import Resolved
 from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
+from unisono.exit_codes import REQUEUE
 from unisono.storage.files import os_reason, write_atomically
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
+_CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes what it has made
 
 
 @click.command("auto")
@@ -48,12 +52,12 @@ _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
 @click.option(
     "--memory-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=1e6, min_open=True),
     help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
 )
 @click.option(
     "--budget-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=300.0,
     show_default=True,
     help="Seconds after which no further plan is tried.",
@@ -92,7 +96,11 @@ def auto(
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
     if cores := os.environ.get(_AS_A_RANK):
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
+    try:
+        with sigterm_interrupts():
+            search, found = _search(resolved, num_ranks, memory_gib=memory_gib, budget_s=budget_s, quiet=as_json)
+    except KeyboardInterrupt:
+        raise SystemExit(REQUEUE) from None  # the process that started this one says so
     from unisono.planner.fastest import as_json as listed
     from unisono.planner.fastest_page import write_fastest_page
     from unisono.planner.timed_plan import SPREAD
@@ -160,6 +168,7 @@ def _search_as_a_rank(
     resolved: Resolved[RunConfig], num_ranks: int, arguments: Sequence[str], stdout: int | None = None
 ) -> tuple[int, str]:
     """Search in a process with the threads, cores and allocator of a rank; its exit code, and what it wrote to ``stdout``."""
+    from unisono.launch.child import kill_group
     from unisono.launch.resources import divide_host
     from unisono.launch.workers import Reaper
 
@@ -168,14 +177,20 @@ def _search_as_a_rank(
     environ = {**os.environ, **share.environ(), "PYTHONPATH": module_path(), _AS_A_RANK: cores}
     command = module_command("unisono", "plan", "auto", *arguments)
     with (
+        sigterm_interrupts(),
         Reaper() as reaper,
         subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True) as process,
     ):
         reaper.watch(process.pid)
         try:
             said, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_CLEANS_UP_S)
+            raise
         finally:
-            process.kill()  # where this process was interrupted
+            kill_group(process)
             reaper.forget(process.pid)
     return process.returncode if process.returncode >= 0 else 1, said or ""
 

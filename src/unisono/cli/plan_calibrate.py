@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import ExpandedPath, check_output, common_options, print_result
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
 from unisono.storage.files import write_atomically
 from unisono.storage.write_errors import explained_write_errors
@@ -35,7 +36,8 @@ def calibrate(processes: int | None, output: Path | None, as_json: bool) -> None
 
     if output is not None:
         _check_output(output)
-    report = examine_ranks(RankExamination(kind="bench", run_dir="."), processes=processes)
+    with sigterm_interrupts():
+        report = examine_ranks(RankExamination(kind="bench", run_dir="."), processes=processes)
     if report is None:  # a rank other than 0 of a job
         return
     lines = [f"{check.title}: {check.evidence}" for check in report.checks]

@@ -15,6 +15,7 @@ import msgspec
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
+    FiniteRange,
     check_output,
     common_options,
     load_run_config,
@@ -22,6 +23,7 @@ from unisono.cli.common import (
     takes_config,
 )
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
 from unisono.errors import ConfigError, UnisonoError
@@ -40,7 +42,7 @@ _GIB = 2**30
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
 @click.option(
     "--memory-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=1e6, min_open=True),
     help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
 )
 @click.option(
@@ -60,7 +62,7 @@ _GIB = 2**30
 )
 @click.option(
     "--budget-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Seconds after which no further plan is tried (default: all are).",
 )
 @common_options
@@ -113,7 +115,7 @@ def fit(
 
     if not as_json and failed is None:
         echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
-    with open_trials(resolved) as trials:
+    with sigterm_interrupts(), open_trials(resolved) as trials:
         ladder = Ladder(
             trace=trials.trace,
             options=resolved.value.plan,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import ExpandedPath, check_output, print_result
+from unisono.cli.common import ExpandedPath, FiniteRange, check_output, print_result
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 _GIB = 2**30
+_MOST_COUNT = 1 << 53
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -27,7 +28,7 @@ def search_options(function: F) -> F:
     for option in (
         click.option(
             "--memory-gib",
-            type=click.FloatRange(min=0, min_open=True),
+            type=FiniteRange(min=0, max=1e6, min_open=True),
             help="Memory of a device (default: that of its data sheet).",
         ),
         click.option(
@@ -139,6 +140,8 @@ def _sequences(text: str, seq_len: int) -> int:
     """Sequences of a step. Tokens, in decimal units, become the nearest power of two of sequences."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)\s*(tok(?:ens)?)?", text, re.IGNORECASE)
     count = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    if count >= _MOST_COUNT:
+        raise _refused(f"--global-batch {text}", "it is less than 2^53, as numbers from there on are rounded", "4Mtok")
     if match and match[3]:
         return 1 << max(0, round(math.log2(count / seq_len))) if count else 0
     if count < 1 or not count.is_integer():

@@ -14,6 +14,8 @@ import click
 from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.cli.prediction_text import layout_facts, prediction_lines
 from unisono.errors import ConfigError, nearest_name
+from unisono.storage.files import os_reason
+from unisono.storage.limits import MAX_TEXT_BYTES, read_limited
 
 _NEEDED = ("model", "gpu_type", "gpus")
 
@@ -94,12 +96,12 @@ def _print_rows(path: Path, as_json: bool) -> None:
 def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]], dict[int, str]]:
     """Columns and rows of a file, and what is wrong with rows of more cells than the header, by number."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            columns, *lines = [line for line in csv.reader(file, strict=True) if line] or [[]]
-    except (csv.Error, UnicodeDecodeError) as error:
+        text = io.StringIO(read_limited(path, MAX_TEXT_BYTES).decode("utf-8-sig"), newline="")
+        columns, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
+    except (csv.Error, OSError, ValueError) as error:
         raise _refused(
-            f"--rows {path}: {error}",
-            "rows are read from a CSV file in UTF-8 with a first line of column names",
+            f"--rows {path}: {os_reason(error) if isinstance(error, OSError) else error}",
+            f"rows are read from a CSV file of at most {MAX_TEXT_BYTES:,} bytes in UTF-8 with a first line of column names",
             "a file with the columns model,gpu_type,gpus and those of the plan",
         ) from error
     missing = [name for name in _NEEDED if name not in columns]

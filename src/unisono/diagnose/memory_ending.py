@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ from unisono.storage.run_folder import LAUNCH_FILE, LOGS_FOLDER
 
 MEMORY_FILE: Final = "out-of-memory.json"  # in the folder of the logs
 _GIB: Final = 2**30
+_Bytes = Annotated[int, msgspec.Meta(ge=-(1 << 60), le=1 << 60)]  # JSON has integers beyond any float
 
 
 class MemoryEnding(msgspec.Struct, kw_only=True):
@@ -34,12 +35,12 @@ class MemoryEnding(msgspec.Struct, kw_only=True):
     """
 
     rank: int
-    measured: dict[str, int]
-    peak_bytes: int
+    measured: dict[str, _Bytes]
+    peak_bytes: _Bytes
     peak_operator: str
     peak_phase: str
-    peak_bytes_by_kind: dict[str, int]
-    budget_bytes: int
+    peak_bytes_by_kind: dict[str, _Bytes]
+    budget_bytes: _Bytes
     settings: dict[str, str | int | float | bool]
     measure: str
     is_cut: bool
@@ -92,24 +93,24 @@ def with_memory(ending: Ending | None, run_dir: Path, *, since_s: float) -> Endi
 
 
 def _measured(sizes: Mapping[str, int]) -> Iterator[str]:
-    if "allocated_bytes" in sizes:
+    if {"allocated_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "free_bytes", "limit_bytes"} <= sizes.keys():
         yield (
             f"had {_gib(sizes['allocated_bytes'])} GiB in tensors, at most {_gib(sizes['allocated_peak_bytes'])}, "
             f"and its allocator held at most {_gib(sizes['reserved_peak_bytes'])}"
         )
         yield f"{_gib(sizes['free_bytes'])} of the device's {_gib(sizes['limit_bytes'])} GiB were free"
-    elif "resident_peak_bytes" in sizes:
+    elif {"resident_peak_bytes", "limit_bytes"} <= sizes.keys():
         yield f"used at most {_gib(sizes['resident_peak_bytes'])} of {_gib(sizes['limit_bytes'])} GiB of the host"
     elif "limit_bytes" in sizes:
         yield f"was ended before its first reading; the host, or its control group, has {_gib(sizes['limit_bytes'])} GiB"
-    if "address_space_limit_bytes" in sizes:
+    if {"address_space_limit_bytes", "address_space_peak_bytes"} <= sizes.keys():
         yield (
             f"its address space was at most {_gib(sizes['address_space_peak_bytes'])} of "
             f"{_gib(sizes['address_space_limit_bytes'])} GiB (ulimit -v)"
         )
-    if "beside_resident_bytes" in sizes:
-        name = "address_space" if "address_space_limit_bytes" in sizes else "resident"
-        yield f"{_gib(sizes[f'beside_{name}_bytes'])} of it beside tensors, as training began"
+    beside = f"beside_{'address_space' if 'address_space_limit_bytes' in sizes else 'resident'}_bytes"
+    if beside in sizes:
+        yield f"{_gib(sizes[beside])} of it beside tensors, as training began"
     if "requested_bytes" in sizes:
         yield f"{_gib(sizes['requested_bytes'])} GiB more could not be had"
 

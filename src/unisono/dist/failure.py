@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rank_dump import has_collectives, write_dump
 from unisono.errors import CorruptionError, UnisonoError
@@ -68,10 +70,11 @@ class Failure:
     def from_json(record: Mapping[str, Any]) -> Failure:
         """The inverse of ``to_json``. Raises TypeError or ValueError for anything else."""
         fields = {"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()}
-        for name in ("absent", "blamed"):
-            fields[name] = tuple(int(rank) for rank in fields.get(name, ()))
-        fields["memory"] = {str(name): int(size) for name, size in dict(fields.get("memory", {})).items()}
-        return Failure(**fields)
+        failure = msgspec.convert(fields, Failure)
+        counts = (failure.rank, failure.restart_count, failure.step or 0, *failure.absent, *failure.blamed)
+        if not all(0 <= count < 1 << 60 for count in (*counts, *failure.memory.values())):
+            raise ValueError("a rank, a step or a size that no job has")
+        return failure
 
     def same_as(self, other: Failure) -> bool:
         """Whether both have the same step, exception type and message."""

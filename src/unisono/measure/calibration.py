@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -335,5 +334,7 @@ def _entry(value: Any, kind: type[T]) -> T | None:
 
 def _check(*numbers: float, least: float = 1e-12) -> None:
     """Raise ValueError for a number that no measurement gives."""
-    if not all(math.isfinite(number) and least <= number <= _MAX_NUMBER for number in numbers):
+    if not all(
+        least <= number <= _MAX_NUMBER for number in numbers
+    ):  # false for NaN; JSON has integers beyond any float
         raise ValueError(f"{numbers} of a measurement")

@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.run_facts import read_run
 from unisono.dist import Failure
-from unisono.errors import ConfigError, DataError
+from unisono.errors import ConfigError, DataError, PlanError
 from unisono.observe.host_memory import ProcessMemory, host_memory_limit_bytes, tensor_budget_bytes
 from unisono.plan.plan import Plan
 from unisono.storage.ownership import read_own_json
@@ -37,9 +37,9 @@ class FailedRank:
         Of a device, the most that was in tensors and what was free: what lay between tensors counts as unusable.
         """
         sizes = self.measured
-        if "allocated_peak_bytes" in sizes:
+        if {"allocated_peak_bytes", "free_bytes"} <= sizes.keys():
             return sizes["allocated_peak_bytes"] + sizes["free_bytes"]
-        if "beside_resident_bytes" not in sizes:
+        if not {"beside_resident_bytes", "beside_address_space_bytes", "limit_bytes"} <= sizes.keys():
             return None
         beside = ProcessMemory(
             resident_bytes=sizes["beside_resident_bytes"], address_space_bytes=sizes["beside_address_space_bytes"]
@@ -95,5 +95,5 @@ def _failures(run_dir: Path) -> Iterator[Failure]:
 def _num_ranks(run_dir: Path) -> int | None:
     try:
         return Plan.load(run_dir / PLAN_FILE).mesh.world_size
-    except (OSError, ConfigError):
+    except PlanError:
         return None

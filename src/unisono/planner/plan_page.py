@@ -20,6 +20,7 @@ from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
+from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 
 _GIB: Final = 2**30
@@ -84,7 +85,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
-        title=f"{job.model.params / 1e9:.3g}B parameters on {job.num_devices:,} {job.device.name}",
+        title=f"{job.model.params / 1e9:.3g}B parameters on {job.num_devices:,} {printable(job.device.name)}",
         verdict=f"Fastest layout that fits: {layout_text(found.best)}.",
         figures=figures,
         sections=sections,
