@@ -112,15 +112,14 @@ def trace_ranks(
 
 def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
     """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow."""
-    traces = [
-        _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {}) for count in TRACED_BLOCKS
-    ]
-    peak = extrapolated([peaks for _, peaks in traces], equal.count)
-    if peak is None:
-        return None
-    memory, _ = traces[-1]
-    ledger = equal.whole_ledger(memory.ledger, TRACED_BLOCKS[-1])
-    return replace(memory, ledger=ledger, peak=peak, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1])
+    traces = list[dict[Site, Peak]]()
+    for count in TRACED_BLOCKS:
+        memory, peaks = _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {})
+        traces.append(peaks)
+        if len(traces) >= 3 and (peak := extrapolated(traces[-3:], equal.count - count)) is not None:
+            ledger = equal.whole_ledger(memory.ledger, count)
+            return replace(memory, ledger=ledger, peak=peak, equal_blocks=equal.count, traced_blocks=count)
+    return None
 
 
 def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[int]) -> Plan:
