@@ -19,7 +19,8 @@ from unisono.plan.plan import Plan
 from unisono.train.whole_model import meta_copy
 
 # FSDP2 treats the first and the last blocks differently, of which prefetching makes one more each
-TRACED_BLOCKS: Final = (3, 4, 5)
+# Where the last three are not on a line, one more is traced: with few blocks another place may be the highest.
+TRACED_BLOCKS: Final = (3, 4, 5, 6, 7)
 _LEAST_BLOCKS: Final = 24  # below, three short traces take about as long as one of all blocks
 _TOLERANCE_FRAC: Final = 5e-4  # of the peak, by which a place may deviate from a line at the full number of blocks
 _OWN_NAMES: Final = frozenset(("_parameters", "_buffers", "_modules"))
@@ -79,11 +80,13 @@ def find_equal_blocks(model: nn.Module, plan: Plan) -> EqualBlocks | None:
     return best
 
 
-def extrapolated(traces: Sequence[Mapping[Site, Peak]], count: int) -> Peak | None:
-    """The peak with ``count`` blocks, from the peaks of each place with ``TRACED_BLOCKS``; None where they are not linear."""
+def extrapolated(traces: Sequence[Mapping[Site, Peak]], steps: int) -> Peak | None:
+    """The peak with ``steps`` blocks more than the last of three traces, each with a block more than the one before it.
+
+    ``traces`` are the peaks of each place. None where they are not linear.
+    """
     first, second, third = _places_of_all(traces)
-    steps = count - TRACED_BLOCKS[-1]
-    lines: list[tuple[int, Peak]] = []  # by how much the place deviates from a line at ``count`` blocks, in bytes
+    lines: list[tuple[int, Peak]] = []  # by how much the place deviates from a line after ``steps``, in bytes
     for site, peak in third.items():
         before, earlier = second[site], first[site]
         bent = abs(peak.bytes - 2 * before.bytes + earlier.bytes) * steps

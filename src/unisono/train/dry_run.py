@@ -116,18 +116,17 @@ def trace_ranks(
 
 def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
     """The memory of a rank from traces with a few of the ``equal`` blocks of ``model``; None where it does not follow."""
-    traces = [
-        _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {}) for count in TRACED_BLOCKS
-    ]
-    peak = extrapolated([peaks for _, peaks in traces], equal.count)
-    if peak is None:
-        return None
-    (before, _), (memory, _) = traces[-2:]
-    flops = memory.flops + (memory.flops - before.flops) * (equal.count - TRACED_BLOCKS[-1])
-    ledger = equal.whole_ledger(memory.ledger, TRACED_BLOCKS[-1])
-    return replace(
-        memory, ledger=ledger, peak=peak, flops=flops, equal_blocks=equal.count, traced_blocks=TRACED_BLOCKS[-1]
-    )
+    traces = list[dict[Site, Peak]]()
+    flops = 0
+    for count in TRACED_BLOCKS:
+        memory, peaks = _trace_rank(replace(given, model=equal.shortened(model, count)), plan, rank, {})
+        traces.append(peaks)
+        of_block, flops = memory.flops - flops, memory.flops
+        if len(traces) >= 3 and (peak := extrapolated(traces[-3:], equal.count - count)) is not None:
+            whole = replace(memory, ledger=equal.whole_ledger(memory.ledger, count), peak=peak)
+            flops += of_block * (equal.count - count)
+            return replace(whole, flops=flops, equal_blocks=equal.count, traced_blocks=count)
+    return None
 
 
 def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[int]) -> Plan:
