@@ -13,9 +13,9 @@ from unisono.cli.prediction_text import layout_facts, prediction_lines
 
 if TYPE_CHECKING:
     from unisono.planner.answer import Answer
-    from unisono.planner.decision_flips import DeviceCount, Flip
+    from unisono.planner.decision_flips import DeviceCount, Perturbation
     from unisono.planner.layout import Layout
-    from unisono.planner.search import Candidate
+    from unisono.planner.search import PredictedLayout
 
 
 def search_json(answer: Answer) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
                 "best": flip.best and _facts(flip.best),
                 "reason": flip.reason,
             }
-            for flip in answer.sensitivity.flips
+            for flip in answer.sensitivity.perturbations
         ],
         "device_counts": [
             {
@@ -69,7 +69,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _facts(candidate: Candidate) -> dict[str, Any]:
+def _facts(candidate: PredictedLayout) -> dict[str, Any]:
     return {
         "layout": layout_facts(candidate.layout),
         "step_s": candidate.step_s,
@@ -88,7 +88,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         least = found.smallest
         yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
         yield "try more devices, full recompute if it is not pinned, or a smaller batch"
-        yield from _flip_lines(answer.sensitivity.flips)
+        yield from _flip_lines(answer.sensitivity.perturbations)
         return
     yield from prediction_lines(found.best.layout, answer.prediction)
     for name, stage in answer.stages.items():
@@ -107,7 +107,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     else:
         change = f"{free.step_s / found.best.step_s - 1:+.1%}"
         yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
-    yield from _flip_lines(answer.sensitivity.flips)
+    yield from _flip_lines(answer.sensitivity.perturbations)
     yield from _count_lines(answer.sensitivity.device_counts)
     yield "other values, each with the best of the other axes"
     for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
@@ -119,7 +119,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
             yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20} {reason}"
 
 
-def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
+def _flip_lines(flips: Sequence[Perturbation]) -> Iterator[str]:
     """Changes with another best layout, then those without."""
     from unisono.planner.plan_page import layout_text
 
@@ -132,7 +132,7 @@ def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
         yield f"  the same layout with {', '.join(same)}"
 
 
-def flip_text(flip: Flip) -> str:
+def flip_text(flip: Perturbation) -> str:
     """The property and its factor, such as ``device memory x 2``."""
     return f"{flip.changed} x {flip.factor:g}"
 

@@ -11,7 +11,7 @@ from unisono.planner.layout import Layout
 from unisono.planner.layout_space import AXES, Job
 from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.number_sources import SOURCES
-from unisono.planner.search import Candidate, SearchResult
+from unisono.planner.search import PredictedLayout, SearchResult
 from unisono.planner.simulate import Prediction
 from unisono.planner.timeline_chart import timeline_chart
 from unisono.report.bars import stacked_bars
@@ -92,7 +92,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     write_atomically(path, page.encode())
 
 
-def layout_text(candidate: Candidate) -> str:
+def layout_text(candidate: PredictedLayout) -> str:
     """The axes that a layout uses, such as ``tp=8 pp=4``."""
     values = [(axis, getattr(candidate.layout, axis)) for axis in AXES]
     used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
@@ -203,7 +203,7 @@ def _flips(answer: Answer) -> Section:
             layout_text(flip.best) if flip.best else flip.reason,
             f"{flip.best.step_s:.4g} s" if flip.best else "",
         ]
-        for flip in answer.sensitivity.flips
+        for flip in answer.sensitivity.perturbations
     ]
     return Section(
         title="What would change the decision",
