@@ -27,6 +27,7 @@ from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
 from unisono.cli.terminal import echo
 from unisono.config import Resolved
 from unisono.config.overlay_text import overlay_text
+from unisono.diagnose.memory_ending import changes_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
 from unisono.storage.files import os_reason, write_atomically
@@ -82,8 +83,8 @@ def auto(
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:
-        options = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s, "--apply": overlay}
-        options["--report"] = report
+        options: dict[str, object] = {"--processes": num_ranks, "--memory-gib": memory_gib, "--budget-s": budget_s}
+        options |= {"--apply": overlay, "--report": report}
         arguments = [*train_arguments(config, overrides), *(["--json"] if as_json else [])]
         arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
         raise SystemExit(_search_as_a_rank(resolved, num_ranks, arguments)[0])
@@ -255,8 +256,7 @@ def _verdict(
         if settings
         else ""
     )
-    changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
-    yield f"fastest: {changes or 'as configured'}: {found.step_s:.4g} s a step{than}"
+    yield f"fastest: {changes_text(settings) or 'as configured'}: {found.step_s:.4g} s a step{than}"
     if found.learned.runs:
         yield (
             f"earlier runs took {found.learned.factor:.3g} times as long as predicted, the median of {found.learned.runs}: "

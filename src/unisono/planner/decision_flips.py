@@ -43,6 +43,11 @@ class Perturbation:
     is_other: bool
     reason: str = ""
 
+    @property
+    def text(self) -> str:
+        """The property and its factor, such as ``device memory x 2``."""
+        return f"{self.changed} x {self.factor:g}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCount:

@@ -40,6 +40,13 @@ class PredictedLayout:
     step_s: float
     needed_bytes: float
 
+    @property
+    def axes_text(self) -> str:
+        """The axes that the layout uses, such as ``tp=8 pp=4``."""
+        values = [(axis, getattr(self.layout, axis)) for axis in AXES]
+        used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
+        return " ".join(f"{axis}={value}" for axis, value in used) or "data parallel alone"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
@@ -112,7 +119,7 @@ class LayoutTable:
 
 
 def memory_limit(job: Job) -> float:
-    """What ``PredictedLayout.needed_bytes`` may be."""
+    """The most that ``PredictedLayout.needed_bytes`` may be."""
     return MEMORY_SHARE * (job.memory_bytes or job.device.memory_bytes)
 
 
