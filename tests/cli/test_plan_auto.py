@@ -113,6 +113,14 @@ def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
     assert (desk.folder / overlay).read_text() == "# mine\n"
 
 
+@pytest.mark.parametrize("option", ["--apply", "--report"])
+def test_nothing_is_tried_for_a_file_in_a_missing_folder(desk: Desk, option: str) -> None:
+    outcome = auto(desk, f"{option}=missing/file", code=2)
+    assert "into a folder that exists" in outcome.err
+    assert "nothing was traced" in outcome.err
+    assert not outcome.out
+
+
 @pytest.mark.full
 def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     """In processes of their own: two ranks, links that are really measured, and a run of two ranks with what was found."""

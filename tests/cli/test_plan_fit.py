@@ -97,6 +97,7 @@ def test_a_rung_that_is_no_plan_is_passed_over_with_its_reason(desk: Desk) -> No
     ("arguments", "said"),
     [
         (("--apply=there.toml",), "a file that exists is not overwritten"),
+        (("--apply=missing/new.toml",), "into a folder that exists"),
         (("a.toml", "b.toml", "--apply=new.toml"), "the file that is written goes over one file"),
         (("--processes=3", "--set=plan.tp=2"), "the product of the mesh axes"),
     ],

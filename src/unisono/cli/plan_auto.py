@@ -23,14 +23,13 @@ from unisono.cli.common import (
     takes_config,
     train_arguments,
 )
-from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
+from unisono.cli.plan_fit import check_folder, check_overlay, memory_budget_bytes, write_overlay
 from unisono.cli.terminal import echo
 from unisono.config import Resolved
-from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import changes_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
-from unisono.storage.files import os_reason, write_atomically
+from unisono.storage.files import os_reason
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
@@ -80,6 +79,7 @@ def auto(
     none fits.
     """
     check_overlay(config, overlay)
+    check_folder("--report", report)
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:
@@ -97,8 +97,7 @@ def auto(
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
-        text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(config, overlay, settings)
     if report is not None and found is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,7 @@ def fit(
         _keep(Path(str(failed_run)), _memory_ending(failed, ladder, found))
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
-        text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(config, overlay, settings)
     result = {
         "processes": num_ranks,
         "budget_bytes": ladder.budget_bytes,
@@ -158,6 +158,24 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
             consequence="nothing was traced",
             nearest="another name",
         )
+    check_folder("--apply", overlay)
+
+
+def check_folder(name: str, file: str | Path | None) -> None:
+    """Raise ConfigError if the folder of ``file``, the value of option ``name``, is missing: no search is made for nothing."""
+    if file is not None and not (folder := Path(os.path.abspath(file)).parent).is_dir():
+        raise ConfigError(
+            given=f"{name} {file}",
+            rule="the file is written into a folder that exists",
+            consequence="nothing was traced",
+            nearest=f"mkdir -p {shlex.quote(str(folder))}",
+        )
+
+
+def write_overlay(config: tuple[str, ...], overlay: str, settings: Mapping[str, Any]) -> None:
+    """Write ``settings``, by dotted name, over the file of ``config`` to the new file ``overlay``."""
+    text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
+    write_atomically(Path(overlay), text.encode())
 
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:
