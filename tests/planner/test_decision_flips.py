@@ -48,7 +48,7 @@ def changed(job: Job, name: str, factor: float) -> Job:
 
 
 def test_each_change_has_the_layout_that_a_search_with_it_finds() -> None:
-    flips = found().flips
+    flips = found().perturbations
     assert [(flip.changed, flip.factor) for flip in flips] == [
         (name, factor) for name in PROPERTIES for factor in FACTORS
     ]
@@ -92,7 +92,7 @@ def test_a_change_without_a_layout_says_why() -> None:
     few = replace(JOB, num_devices=16, global_batch=1, pins={"tp": 8, "pp": 1, "cp": 1})
     assert search(replace(few, num_devices=8)).num_layouts > 0
     job = replace(few, num_devices=8)
-    flips = {(flip.changed, flip.factor): flip for flip in found(job).flips}
+    flips = {(flip.changed, flip.factor): flip for flip in found(job).perturbations}
     assert flips["devices", 2].best is None
     assert flips["devices", 2].reason.startswith("16 devices, a global batch of 1 sequences")
     assert flips["global batch", 0.5].reason == "a half of 1 sequences is no whole number"

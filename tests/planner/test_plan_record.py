@@ -23,8 +23,8 @@ from unisono.planner.plan_record import (
     Learned,
     Machine,
     MeasuredRun,
+    PlanPrediction,
     PlanRecord,
-    Prediction,
     add_to_plan_record,
     measured_run,
     plan_digest,
@@ -37,7 +37,7 @@ from unisono.train.settings import function_name
 from unisono.train.setup import resolve_plan
 
 HERE = Machine(host="a", device="EPYC", torch="2.13.0+cpu")
-PREDICTED = Prediction(
+PREDICTED = PlanPrediction(
     machine=HERE,
     plan="p",
     work="w",
@@ -200,7 +200,7 @@ def test_other_machines_and_waits_for_data_teach_nothing(other: dict[str, Any]) 
 
 
 def measured(
-    folder: Path, seconds: list[float | None], *, predicted: Prediction = PREDICTED, attempts: int = 1, **more: Any
+    folder: Path, seconds: list[float | None], *, predicted: PlanPrediction = PREDICTED, attempts: int = 1, **more: Any
 ):
     """What a run says whose steps had these times in their events; None for a step of the warm-up."""
     path = folder / "events.jsonl"

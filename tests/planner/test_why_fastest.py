@@ -51,8 +51,8 @@ def test_neighbours_differ_in_one_setting() -> None:
 def test_what_would_make_another_plan_the_fastest() -> None:
     faster, slower, memory = flips(ALL, BEST)
     # 1 + 0.5 x = 0.8 + 1.2 x at x = 2/7; 1 + 0.5 x = 2 at x = 2
-    assert (faster.change, faster.plan) == ("sums between ranks 3.5 times as fast", "dp_shard=2")
-    assert (slower.change, slower.plan) == ("sums between ranks 2 times as slow", "as configured")
+    assert (faster.change, faster.plan) == ("collectives 3.5 times as fast", "dp_shard=2")
+    assert (slower.change, slower.plan) == ("collectives 2 times as slow", "as configured")
     assert memory.change.startswith("more memory: 9 GiB")
     assert memory.plan == "tp=2 micro_batch=16"
 
@@ -80,7 +80,7 @@ def test_what_runs_taught_counts_in_both() -> None:
     # 1.25 (0.8 + 1.2 x) is above 1 + 0.5 x for all x; 1.1 (0.8 + 1.2 x) = 1 + 0.5 x at x = 0.12 / 0.82
     assert flips([BEST, slower], BEST) == []
     (faster,) = flips([BEST, replace(SHARDED, learned=Learned(factor=1.1, runs=4))], BEST)
-    assert faster.change == "sums between ranks 6.83 times as fast"
+    assert faster.change == "collectives 6.83 times as fast"
 
 
 def test_nothing_flips_where_nothing_else_was_timed() -> None:
@@ -108,7 +108,7 @@ def test_the_page_shows_each_plan_and_its_reason(tmp_path: Path) -> None:
     for text in (
         "Fastest: tp=2.",
         "1 GiB too much",
-        "sums between ranks 3.5 times as fast",
+        "collectives 3.5 times as fast",
         "pp=2",
         "exact: tensors of",
     ):
@@ -119,7 +119,9 @@ def test_the_page_shows_each_plan_and_its_reason(tmp_path: Path) -> None:
     assert (forward["name"], backward["name"]) == ("forward", "backward")
     assert len(forward["x"]) == len(forward["base"]) == 8
     # the second place in the pipeline waits for the first hidden state
-    assert min(base for base, rank in zip(forward["base"], forward["y"], strict=True) if rank == "place 1") == 0.1
+    assert (
+        min(base for base, rank in zip(forward["base"], forward["y"], strict=True) if rank == "pipeline rank 1") == 0.1
+    )
     shown = {bar["name"]: bar["x"] for bar in charts["steps"]["data"]}
     assert shown["work"][0] == 1.0
     assert "pipeline" in shown

@@ -25,15 +25,15 @@ from unisono.cli.common import (
     takes_config,
     train_arguments,
 )
-from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
+from unisono.cli.plan_fit import check_overlay, memory_budget_bytes, write_overlay
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.config import Resolved
-from unisono.config.overlay_text import overlay_text
+from unisono.diagnose.memory_ending import changes_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
 from unisono.exit_codes import REQUEUE
-from unisono.storage.files import os_reason, write_atomically
+from unisono.storage.files import os_reason
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
@@ -108,8 +108,7 @@ def auto(
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
-        text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(config, overlay, settings)
     if report is not None and found is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"
@@ -278,8 +277,7 @@ def _verdict(
         if settings
         else ""
     )
-    changes = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
-    yield f"fastest: {changes or 'as configured'}: {found.step_s:.4g} s a step{than}"
+    yield f"fastest: {changes_text(settings) or 'as configured'}: {found.step_s:.4g} s a step{than}"
     low_s, high_s = found.step_s / (1 + SPREAD), found.step_s * (1 + SPREAD)
     yield f"nine of ten such steps take {low_s:.4g} to {high_s:.4g} s"
     if found.learned.runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,7 @@ def fit(
         _keep(Path(str(failed_run)), _memory_ending(failed, ladder, found))
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
-        text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(config, overlay, settings)
     result = {
         "processes": num_ranks,
         "budget_bytes": ladder.budget_bytes,
@@ -163,6 +162,12 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
         )
     if overlay is not None:
         check_output("--apply", overlay, consequence="nothing was traced")
+
+
+def write_overlay(config: tuple[str, ...], overlay: str, settings: Mapping[str, Any]) -> None:
+    """Write ``settings``, by dotted name, over the file of ``config`` to the new file ``overlay``."""
+    text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
+    write_atomically(Path(overlay), text.encode())
 
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:

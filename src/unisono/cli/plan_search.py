@@ -163,14 +163,14 @@ def _pins(texts: Sequence[str]) -> dict[str, int | str]:
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES
+    from unisono.planner.layout_space import AXES, RECOMPUTE
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
     if name not in AXES:
         raise _refused(f"--pin {text}", f"an axis is one of {', '.join(AXES)}", nearest_name(name, AXES))
     if name == "recompute":
-        if value not in ("none", "selective", "full"):
+        if value not in RECOMPUTE:
             raise _refused(f"--pin {text}", "recompute is none, selective or full", "recompute=full")
         return name, value
     if name == "zero":

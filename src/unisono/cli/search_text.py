@@ -13,9 +13,9 @@ from unisono.cli.prediction_text import layout_facts, prediction_lines
 
 if TYPE_CHECKING:
     from unisono.planner.answer import Answer
-    from unisono.planner.decision_flips import DeviceCount, Flip
+    from unisono.planner.decision_flips import DeviceCount, Perturbation
     from unisono.planner.layout import Layout
-    from unisono.planner.search import Candidate
+    from unisono.planner.search import PredictedLayout
 
 
 def search_json(answer: Answer) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
                 "best": flip.best and _facts(flip.best),
                 "reason": flip.reason,
             }
-            for flip in answer.sensitivity.flips
+            for flip in answer.sensitivity.perturbations
         ],
         "device_counts": [
             {
@@ -69,7 +69,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _facts(candidate: Candidate) -> dict[str, Any]:
+def _facts(candidate: PredictedLayout) -> dict[str, Any]:
     return {
         "layout": layout_facts(candidate.layout),
         "step_s": candidate.step_s,
@@ -80,13 +80,12 @@ def _facts(candidate: Candidate) -> dict[str, Any]:
 def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     """The same in text; ``applied`` is the strategy file that was written."""
     from unisono.observe.run_summary import format_gib
-    from unisono.planner.plan_page import layout_text
 
     found = answer.found
     yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
     if found.best is None or answer.prediction is None:
         least = found.smallest
-        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
+        yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {least.axes_text}"
         # what needs least has these unless they are pinned
         pins = [
             text
@@ -97,7 +96,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
             if is_pinned
         ]
         yield f"try {', '.join([*pins, 'more devices'])} or devices with more memory"
-        yield from _flip_lines(answer.sensitivity.flips)
+        yield from _flip_lines(answer.sensitivity.perturbations)
         return
     yield from prediction_lines(found.best.layout, answer.prediction)
     for name, stage in answer.stages.items():
@@ -109,14 +108,14 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         yield f"wrote {applied}; try: unisono train --plan {shlex.quote(str(applied))}"
     if found.simplest is not None and found.simplest.layout != found.best.layout:
         change = f"{found.simplest.step_s / found.best.step_s - 1:+.1%}"
-        yield f"simplest within 3 %: {layout_text(found.simplest)}, {change}, {format_gib(found.simplest.needed_bytes)}"
+        yield f"simplest within 3 %: {found.simplest.axes_text}, {change}, {format_gib(found.simplest.needed_bytes)}"
     free = found.without_limit
     if free.layout == found.best.layout:
         yield "memory does not decide: no other layout would be faster with more"
     else:
         change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
-    yield from _flip_lines(answer.sensitivity.flips)
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {free.axes_text}"
+    yield from _flip_lines(answer.sensitivity.perturbations)
     yield from _count_lines(answer.sensitivity.device_counts)
     yield "other values, each with the best of the other axes"
     for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
@@ -128,27 +127,18 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
             yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20} {reason}"
 
 
-def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
+def _flip_lines(flips: Sequence[Perturbation]) -> Iterator[str]:
     """Changes with another best layout, then those without."""
-    from unisono.planner.plan_page import layout_text
-
     yield "what would change the decision"
     for flip in flips:
         if flip.is_other:
-            best = "" if flip.best is None else f"{layout_text(flip.best)}, {flip.best.step_s:.4g} s"
-            yield f"  {flip_text(flip):<24}{best or flip.reason}"
-    if same := [flip_text(flip) for flip in flips if not flip.is_other]:
+            best = "" if flip.best is None else f"{flip.best.axes_text}, {flip.best.step_s:.4g} s"
+            yield f"  {flip.text:<24}{best or flip.reason}"
+    if same := [flip.text for flip in flips if not flip.is_other]:
         yield f"  the same layout with {', '.join(same)}"
 
 
-def flip_text(flip: Flip) -> str:
-    """The property and its factor, such as ``device memory x 2``."""
-    return f"{flip.changed} x {flip.factor:g}"
-
-
 def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:
-    from unisono.planner.plan_page import layout_text
-
     yield "fewer devices"
     for each in counts:
         if each.best is None:
@@ -156,7 +146,7 @@ def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:
             continue
         yield (
             f"  {each.num_devices:<12,}{each.best.step_s:.4g} s, {each.tokens_per_s:,.0f} tokens/s of each device, "
-            f"with {layout_text(each.best)}"
+            f"with {each.best.axes_text}"
         )
 
 

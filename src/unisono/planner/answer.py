@@ -9,7 +9,7 @@ from unisono.errors import PlanError
 from unisono.planner.decision_flips import Sensitivity
 from unisono.planner.layout_strategy import plan_of
 from unisono.planner.peak_memory import StageMemory, stage_memory
-from unisono.planner.search import Candidate, SearchResult
+from unisono.planner.search import PredictedLayout, SearchResult
 from unisono.planner.simulate import Prediction, predict
 from unisono.planner.why_not import why_not
 
@@ -35,7 +35,7 @@ class Answer:
     refused_by_runs: str = ""
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> PredictedLayout | None:
         """The fastest that fits; None if none fits."""
         return self.found.best
 

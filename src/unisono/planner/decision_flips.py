@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_space import AXES, Job, Value
-from unisono.planner.search import Candidate, Compared, compare, memory_limit, step_times
+from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit, step_times
 
 Property = Literal["device memory", "network bandwidth", "link bandwidth", "global batch", "devices"]
 PROPERTIES: Final[tuple[Property, ...]] = (
@@ -26,7 +26,7 @@ _SHARES: Final = (1, 2, 4)  # of the cluster's devices: all, a half, a quarter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flip:
+class Perturbation:
     """The best layout with one property changed.
 
     Attributes:
@@ -39,9 +39,14 @@ class Flip:
 
     changed: Property
     factor: float
-    best: Candidate | None
+    best: PredictedLayout | None
     is_other: bool
     reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The property and its factor, such as ``device memory x 2``."""
+        return f"{self.changed} x {self.factor:g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,21 +62,21 @@ class DeviceCount:
     """
 
     num_devices: int
-    best: Candidate | None
+    best: PredictedLayout | None
     tokens_per_s: float
-    front: Sequence[Candidate]
+    front: Sequence[PredictedLayout]
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """Flips in the order of ``PROPERTIES``, and device counts from the whole cluster down."""
+    """Perturbations in the order of ``PROPERTIES``, and device counts from the whole cluster down."""
 
-    flips: Sequence[Flip]
+    perturbations: Sequence[Perturbation]
     device_counts: Sequence[DeviceCount]
 
 
-def sensitivity(job: Job, compared: Compared) -> Sensitivity:
+def sensitivity(job: Job, compared: LayoutTable) -> Sensitivity:
     """Search again with each property changed; ``compared`` are the layouts of ``job`` itself."""
     searches = {job.num_devices: _Search(job=job, compared=compared)}
     for count in [job.num_devices // share for share in _SHARES if job.num_devices % share == 0] + [
@@ -81,7 +86,7 @@ def sensitivity(job: Job, compared: Compared) -> Sensitivity:
             searches[count] = _Search.of(replace(job, num_devices=count))
     best = searches[job.num_devices].best
     return Sensitivity(
-        flips=tuple(_flips(job, compared, best, searches)),
+        perturbations=tuple(_perturbations(job, compared, best, searches)),
         device_counts=tuple(
             _device_counts([searches[count] for count in sorted(searches, reverse=True) if count <= job.num_devices])
         ),
@@ -93,7 +98,7 @@ class _Search:
     """Layouts of a job; ``reason`` if there are none."""
 
     job: Job
-    compared: Compared | None
+    compared: LayoutTable | None
     reason: str = ""
 
     @staticmethod
@@ -104,11 +109,13 @@ class _Search:
             return _Search(job=job, compared=None, reason=str(error))
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> PredictedLayout | None:
         return self.compared.best(memory_limit(self.job)) if self.compared else None
 
 
-def _flips(job: Job, compared: Compared, best: Candidate | None, searches: Mapping[int, _Search]) -> Iterator[Flip]:
+def _perturbations(
+    job: Job, compared: LayoutTable, best: PredictedLayout | None, searches: Mapping[int, _Search]
+) -> Iterator[Perturbation]:
     for changed in PROPERTIES:
         for factor in FACTORS:
             count = job.num_devices * factor
@@ -124,15 +131,15 @@ def _flips(job: Job, compared: Compared, best: Candidate | None, searches: Mappi
             is_other = (other and _decision(other.layout)) != (best and _decision(best.layout))
             if other is None and not reason:
                 reason = "no layout fits into the memory of a device"
-            yield Flip(changed=changed, factor=factor, best=other, is_other=is_other, reason=reason)
+            yield Perturbation(changed=changed, factor=factor, best=other, is_other=is_other, reason=reason)
 
 
-def _with_bandwidth(job: Job, compared: Compared, changed: Property, factor: float) -> Candidate | None:
+def _with_bandwidth(job: Job, compared: LayoutTable, changed: Property, factor: float) -> PredictedLayout | None:
     """The best layout with other links or another network: needs stay, times change."""
     name = "network_bytes_per_s" if changed == "network bandwidth" else "link_bytes_per_s"
     device = replace(job.device, **{name: getattr(job.device, name) * factor})
     layouts = [replace(layout, device=device) for layout in compared.layouts]
-    return replace(compared, layouts=layouts, times=step_times(layouts)).best(memory_limit(job))
+    return replace(compared, layouts=layouts, step_s=step_times(layouts)).best(memory_limit(job))
 
 
 def _with_batch(job: Job, factor: float) -> _Search:

@@ -23,6 +23,7 @@ from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, load_fields, option_of
 from unisono.planner.fit import MAX_TENSOR_RANKS
+from unisono.planner.layout_space import RECOMPUTE
 from unisono.planner.plan_record import Learned
 from unisono.planner.run_trials import RunTrials
 from unisono.planner.timed_plan import TimedPlan, predict_step
@@ -31,7 +32,6 @@ from unisono.train.setup import resolve_plan
 
 _SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "ep", "pp", "schedule")
 _SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute", "compile")
-_RECOMPUTE: Final = ("none", "selective", "full")
 _STEP_S: Final = attrgetter("step_s")
 _GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
 
@@ -140,8 +140,8 @@ class FastestPlan:
         changes: list[dict[str, Any]] = [{"micro_batch": 2 * micro}]
         if micro > 1:
             changes.append({"micro_batch": micro // 2})
-        place = _RECOMPUTE.index(mode)
-        changes += [{"recompute": other} for other in (*_RECOMPUTE[:place][-1:], *_RECOMPUTE[place + 1 :][:1])]
+        place = RECOMPUTE.index(mode)
+        changes += [{"recompute": other} for other in (*RECOMPUTE[:place][-1:], *RECOMPUTE[place + 1 :][:1])]
         for change in changes:
             settings = self._differing({**best.settings, **change})
             if self.pinned.isdisjoint(change):

@@ -50,7 +50,7 @@ def write_fastest_page(
         sections.append(
             Section(
                 title="Passes of a pipeline",
-                note=f"One step of the ranks of each place in the pipeline, {name}; other work of the step is left out.",
+                note=f"One step of each pipeline rank, with {name}. Work outside of the passes is left out.",
                 charts=[timeline_chart("passes", pipelined.timed.timeline)],
             )
         )
@@ -135,6 +135,9 @@ def _why_section(candidates: Sequence[Candidate], best: Candidate) -> Section:
                 for each in neighbours(candidates, best)
             ],
         ),
-        Table(head=("with", "fastest would be"), rows=[[each.change, each.plan] for each in flips(candidates, best)]),
+        Table(
+            head=("change", "other plan"),
+            rows=[[each.change, each.plan] for each in flips(candidates, best)],
+        ),
     ]
     return Section(title="Why not another", tables=[table for table in tables if table.rows])

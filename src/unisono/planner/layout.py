@@ -1,4 +1,4 @@
-"""What is simulated: a model, the devices, and how the work is split between them. Imports no torch."""
+"""A layout: a model, the devices, and how the work is split between them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layout:
         precision: Of the matrix products; attention and the output matrix are computed in 16 bits.
         num_devices: Devices of the job.
         tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
+        pp: Pipeline ranks.
         stages_per_rank: Stages of each pipeline rank (an interleaved schedule has several); 0 if unknown.
         cut: How blocks are distributed over the pipeline: ``balanced`` in whole blocks, with fewer beside the output matrix
             (``stage_blocks``); ``equal`` takes equal parts of all work, where the cut of a job is not known.

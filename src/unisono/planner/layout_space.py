@@ -119,7 +119,7 @@ class Space:
 
         Args:
             tp: Tensor-parallel ranks.
-            pp: Pipeline stages.
+            pp: Pipeline ranks.
             cp: Ranks that share a sequence.
             dp: Model replicas.
         """
@@ -133,7 +133,7 @@ class Space:
                 continue  # a rank has stages in a pipeline alone
             for stages in self._values("stages_per_rank") if pp > 1 else [0]:
                 if pp > 1 and micro_batches < pp:
-                    rule = "a replica has at least as many micro-batches as the pipeline has stages"
+                    rule = "a replica has at least as many micro-batches as the pipeline has ranks"
                     self._refuse(rule, pp=pp, micro_batch=micro_batch)
                     continue
                 if stages > 1 and (pp * stages > self.job.model.layers or micro_batches % pp):

@@ -42,7 +42,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "imbalance": Source(
         kind="modelled", text="work of the rank with most blocks, or with the output matrix, over the mean"
     ),
-    "bubble": Source(kind="modelled", text="(p - 1) / (m v) of the time that a rank computes (arXiv 2104.04473)"),
+    "bubble": Source(kind="modelled", text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473)"),
     "sharding": _fitted("passes of the ZeRO stage over parameters with each micro-batch (arXiv 1910.02054)"),
     "gradients": _fitted("bytes of the ZeRO stage once in a step (arXiv 1910.02054)"),
     "stragglers": _fitted("a part of the step for each doubling of the devices"),

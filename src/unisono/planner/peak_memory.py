@@ -27,9 +27,10 @@ _HELD_16, _SHARED_16 = (8, 4, 2, 0), (0, 4, 6, 8)  # all of it in 16 bits
 _GATHERED_BLOCKS: Final = (0, 0, 1, 3)
 _LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
 _LOG_SUM: Final = 4  # bytes of the logarithm that attention keeps for each head and token
-# reserved over counted, the medians of published runs that say how they were run (benchmarks/planner/published_memory.py)
+# reserved over counted: medians of torchtitan's published runs on H100 (benchmarks/planner/published_memory.py)
 EAGER_FACTOR: Final = 1.12
 COMPILED_FACTOR: Final = 1.04
+COUNTED: Final = ("states", "gathered", "activations", "recomputed", "logits")  # of ``MemoryParts`` and ``StageMemory``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +92,9 @@ class StageMemory:
         return sum(self.parts)
 
     @property
-    def parts(self) -> tuple[float, float, float, float, float]:
-        """States, gathered, activations, recomputed and logits."""
-        return self.states, self.gathered, self.activations, self.recomputed, self.logits
+    def parts(self) -> tuple[float, ...]:
+        """Those of ``COUNTED``."""
+        return tuple(getattr(self, name) for name in COUNTED)
 
 
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
@@ -123,9 +124,7 @@ def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
     found: dict[str, StageMemory] = {}
     for name, (rank, blocks, in_flight) in names.items():
         values = _stage_parts([layout], [(rank, blocks, in_flight)])[:, 0]
-        parts = dict(
-            zip(("states", "gathered", "activations", "recomputed", "logits"), map(float, values), strict=True)
-        )
+        parts = dict(zip(COUNTED, map(float, values), strict=True))
         found[name] = StageMemory(rank=rank, blocks=blocks, **parts)
     return found
 
@@ -151,7 +150,7 @@ def _places_of(blocks: tuple[float, ...], per_rank: float, micro_batches: float)
 
 
 def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers:
-    """States, gathered, activations, recomputed and logits (first dimension) of one place in each of ``layouts`` (second)."""
+    """Bytes of one place in each of ``layouts`` [COUNTED, layouts]."""
     rank, blocks, in_flight = np.array(places, float).reshape(-1, 3).T
     layers, vocab, hidden, dense_params, expert_params, tied = model_columns(
         layouts,

@@ -6,16 +6,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.observe.run_summary import format_gib
 from unisono.planner.answer import Answer
 from unisono.planner.layout import Layout
-from unisono.planner.layout_space import AXES, Job
+from unisono.planner.layout_space import Job
 from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.number_sources import SOURCES
-from unisono.planner.search import Candidate, SearchResult
+from unisono.planner.peak_memory import COUNTED
+from unisono.planner.search import SearchResult
 from unisono.planner.simulate import Prediction
 from unisono.planner.timeline_chart import timeline_chart
 from unisono.report.bars import stacked_bars
-from unisono.report.charts import curve_layout
+from unisono.report.charts import PHASE_COLOURS, curve_layout
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
@@ -25,19 +27,19 @@ from unisono.storage.files import write_atomically
 
 _GIB: Final = 2**30
 _FILLS: Final = 3  # micro-batches of the chart of passes, as a multiple of the ranks of the pipeline
-_MEMORY: Final = ("states", "gathered", "activations", "recomputed", "logits")
+_STEP_NOTE: Final = "Means over the pipeline ranks; bubble and imbalance are what these wait for each other."
 _COLOURS: Final = {
     "matmul": "#1f6feb",
     "expert": "#4c9be8",
     "attention": "#8250df",
     "lm_head": "#2da44e",
-    "memory_bound": "#1b7c83",
-    "tensor_parallel": "#9a6700",
-    "expert_parallel": "#bf8700",
-    "context_parallel": "#e6b450",
+    "memory_bound": PHASE_COLOURS["h2d"],
+    "tensor_parallel": PHASE_COLOURS["comm_exposed_tp"],
+    "expert_parallel": PHASE_COLOURS["comm_exposed_ep"],
+    "context_parallel": PHASE_COLOURS["comm_exposed_cp"],
     "imbalance": "#5c3d00",
-    "bubble": "#7d4e00",
-    "sharding": "#d29922",
+    "bubble": PHASE_COLOURS["bubble"],
+    "sharding": PHASE_COLOURS["comm_exposed_dp"],
     "gradients": "#cf222e",
     "stragglers": "#bc4c00",
     "states": "#1f6feb",
@@ -63,7 +65,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     assert found.best is not None
     assert best is not None
     sections = [
-        _ledger("Time of a step", "time", best.parts_s, "s", 1.0, "What the step of the device that is slowest consists of."),
+        _ledger("Time of a step", "time", best.parts_s, "s", 1.0, _STEP_NOTE),
         _ledger("Memory", "memory", best.memory, "GiB", _GIB, "Of the device that needs most."),
         _stages(answer),
         *_passes(found.best.layout, best),
@@ -79,25 +81,18 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
         Figure("nine of ten such runs", f"{low:.4g} to {high:.4g} s"),
         Figure("tokens per second and device", f"{best.tokens_per_s:,.0f}"),
         Figure("of the peak", f"{best.utilization:.1%}"),
-        Figure("memory that must fit", f"{best.needed_bytes / _GIB:.3g} GiB of {found.limit_bytes / _GIB:.3g} GiB"),
+        Figure("memory that must fit", f"{format_gib(best.needed_bytes)} of {format_gib(found.limit_bytes)}"),
         Figure("layouts compared", f"{found.num_layouts:,}; {found.num_fitting:,} fit"),
     ]
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title=f"{job.model.params / 1e9:.3g}B parameters on {job.num_devices:,} {printable(job.device.name)}",
-        verdict=f"Fastest layout that fits: {layout_text(found.best)}.",
+        verdict=f"Fastest layout that fits: {found.best.axes_text}.",
         figures=figures,
         sections=sections,
     )
     write_atomically(path, page.encode())
-
-
-def layout_text(candidate: Candidate) -> str:
-    """The axes that a layout uses, such as ``tp=8 pp=4``."""
-    values = [(axis, getattr(candidate.layout, axis)) for axis in AXES]
-    used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
-    return " ".join(f"{axis}={value}" for axis, value in used) or "replicas alone"
 
 
 def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale: float, note: str) -> Section:
@@ -140,7 +135,7 @@ def _passes(layout: Layout, best: Prediction) -> Iterator[Section]:
 
 def _front(found: SearchResult) -> Section:
     """Step time against memory: no other layout is both faster and smaller."""
-    texts = [layout_text(each) for each in found.pareto]
+    texts = [each.axes_text for each in found.pareto]
     times = [each.step_s for each in found.pareto]
     front: dict[str, Any] = {
         "type": "scatter",
@@ -165,7 +160,7 @@ def _front(found: SearchResult) -> Section:
     table = Table(
         head=("layout", "step", "memory"),
         rows=[
-            [text, f"{each.step_s:.4g} s", f"{each.needed_bytes / _GIB:.3g} GiB"]
+            [text, f"{each.step_s:.4g} s", format_gib(each.needed_bytes)]
             for text, each in zip(texts, found.pareto, strict=True)
         ],
     )
@@ -192,19 +187,19 @@ def _stages(answer: Answer) -> Section:
     return Section(
         title="Memory by stage",
         note="In GiB, of the first and the last rank of the pipeline and of the one between them that needs most.",
-        tables=[Table(head=("stage", "rank", "blocks", *_MEMORY, "all"), rows=rows)],
+        tables=[Table(head=("stage", "rank", "blocks", *COUNTED, "all"), rows=rows)],
     )
 
 
 def _flips(answer: Answer) -> Section:
     rows = [
         [
-            f"{flip.changed} x {flip.factor:g}",
+            flip.text,
             "another" if flip.is_other else "the same",
-            layout_text(flip.best) if flip.best else flip.reason,
+            flip.best.axes_text if flip.best else flip.reason,
             f"{flip.best.step_s:.4g} s" if flip.best else "",
         ]
-        for flip in answer.sensitivity.flips
+        for flip in answer.sensitivity.perturbations
     ]
     return Section(
         title="What would change the decision",
@@ -218,9 +213,9 @@ def _device_counts(answer: Answer) -> Section:
         [
             f"{each.num_devices:,}",
             f"{layout.step_s:.4g} s",
-            f"{layout.needed_bytes / _GIB:.3g} GiB",
+            format_gib(layout.needed_bytes),
             f"{answer.tokens_per_step / layout.step_s / each.num_devices:,.0f}",
-            layout_text(layout),
+            layout.axes_text,
         ]
         for each in answer.sensitivity.device_counts
         for layout in each.front
@@ -238,7 +233,7 @@ def _device_counts(answer: Answer) -> Section:
 def _changes(answer: Answer) -> Section:
     """Each other value of an axis with the best of the other axes."""
     rows = [
-        [f"{axis}={value}", reason, f"{each.needed_bytes / _GIB:.3g} GiB", layout_text(each)]
+        [f"{axis}={value}", reason, format_gib(each.needed_bytes), each.axes_text]
         for (axis, value, each), reason in zip(answer.found.changes, answer.reasons, strict=True)
     ]
     return Section(

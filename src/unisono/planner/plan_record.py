@@ -91,7 +91,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class PlanPrediction:
     """The predicted step of a plan, without any correction by earlier runs.
 
     Attributes:
@@ -142,7 +142,7 @@ class MeasuredRun:
         at_s: When the run ended, in seconds since 1970.
     """
 
-    predicted: Prediction
+    predicted: PlanPrediction
     step_s: float
     steps: int
     data_wait_frac: float
@@ -171,10 +171,10 @@ class Learned:
 class PlanRecord:
     """The content of a record file, each list from the oldest to the newest."""
 
-    predictions: Sequence[Prediction] = ()
+    predictions: Sequence[PlanPrediction] = ()
     runs: Sequence[MeasuredRun] = ()
 
-    def predicted(self, machine: Machine, plan: str, work: str) -> Prediction | None:
+    def predicted(self, machine: Machine, plan: str, work: str) -> PlanPrediction | None:
         """What was predicted of the plan and the work with these digests on this very machine."""
         return next((each for each in self.predictions if each.key == (machine, plan, work)), None)
 
@@ -242,7 +242,7 @@ def work_digest(config: RunConfig, name_of: Callable[[Any], str]) -> str:
 
 def prediction_of(
     plan: Plan, timed: TimedPlan, *, machine: Machine, work: str, peak_bytes: int, at_s: float
-) -> Prediction:
+) -> PlanPrediction:
     """What was predicted of ``plan``.
 
     Args:
@@ -253,7 +253,7 @@ def prediction_of(
         peak_bytes: Bytes of tensors of the rank with the most.
         at_s: Now, in seconds since 1970.
     """
-    return Prediction(
+    return PlanPrediction(
         machine=machine,
         plan=plan_digest(plan),
         work=work,
@@ -267,7 +267,7 @@ def prediction_of(
     )
 
 
-def measured_run(predicted: Prediction, history: RankHistory, attempt: int, *, at_s: float) -> MeasuredRun | None:
+def measured_run(predicted: PlanPrediction, history: RankHistory, attempt: int, *, at_s: float) -> MeasuredRun | None:
     """What an attempt of a run took, by the history of its rank 0; None of one with fewer than ``MIN_STEPS`` steady steps.
 
     Args:
@@ -313,11 +313,14 @@ def read_plan_record(path: Path) -> PlanRecord:
     if entries.get("version") != _VERSION:
         return PlanRecord()
     return PlanRecord(
-        predictions=_entries(entries.get("predictions"), Prediction), runs=_entries(entries.get("runs"), MeasuredRun)
+        predictions=_entries(entries.get("predictions"), PlanPrediction),
+        runs=_entries(entries.get("runs"), MeasuredRun),
     )
 
 
-def add_to_plan_record(path: Path, *, predictions: Iterable[Prediction] = (), runs: Iterable[MeasuredRun] = ()) -> None:
+def add_to_plan_record(
+    path: Path, *, predictions: Iterable[PlanPrediction] = (), runs: Iterable[MeasuredRun] = ()
+) -> None:
     """Add entries to the file at ``path``, predictions in place of earlier ones of the same keys. It is replaced atomically.
 
     Raises:
@@ -335,7 +338,7 @@ def add_to_plan_record(path: Path, *, predictions: Iterable[Prediction] = (), ru
         write_atomically(path, json.dumps(content, indent=1).encode(), mode=0o600)
 
 
-def _newest(entries: Iterable[Prediction | MeasuredRun]) -> list[dict[str, Any]]:
+def _newest(entries: Iterable[PlanPrediction | MeasuredRun]) -> list[dict[str, Any]]:
     return [asdict(entry) for entry in sorted(entries, key=lambda entry: entry.at_s)[-_MAX_ENTRIES:]]
 
 

@@ -27,7 +27,7 @@ _EQUAL: Final = 1e-9  # as times of many layouts are summed in another order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class PredictedLayout:
     """A layout with its prediction.
 
     Attributes:
@@ -39,6 +39,13 @@ class Candidate:
     layout: Layout
     step_s: float
     needed_bytes: float
+
+    @property
+    def axes_text(self) -> str:
+        """The axes that the layout uses, such as ``tp=8 pp=4``."""
+        values = [(axis, getattr(self.layout, axis)) for axis in AXES]
+        used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
+        return " ".join(f"{axis}={value}" for axis, value in used) or "data parallel alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,63 +65,65 @@ class SearchResult:
         without_limit: The fastest if memory did not count.
     """
 
-    best: Candidate | None
-    simplest: Candidate | None
+    best: PredictedLayout | None
+    simplest: PredictedLayout | None
     num_layouts: int
     num_fitting: int
     limit_bytes: float
-    changes: Sequence[tuple[str, Value, Candidate]]
+    changes: Sequence[tuple[str, Value, PredictedLayout]]
     refused: Sequence[tuple[str, Value, str]]
-    pareto: Sequence[Candidate]
-    smallest: Candidate
-    without_limit: Candidate
+    pareto: Sequence[PredictedLayout]
+    smallest: PredictedLayout
+    without_limit: PredictedLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class LayoutTable:
     """All layouts of a job with their predictions.
 
     Attributes:
         layouts: The layouts.
-        times: Seconds of a step of each.
-        needs: Bytes that must fit into the device that needs most, of each.
+        step_s: Predicted seconds of a step [layouts].
+        needed_bytes: Bytes that must fit into the device that needs most [layouts].
         refused: Values that no layout has (``Space``).
     """
 
     layouts: Sequence[Layout]
-    times: Numbers
-    needs: Numbers
+    step_s: Numbers
+    needed_bytes: Numbers
     refused: Sequence[tuple[str, Value, str]]
 
-    def candidate(self, index: int) -> Candidate:
+    def row(self, index: int) -> PredictedLayout:
         """The layout at ``index``."""
-        return Candidate(
-            layout=self.layouts[index], step_s=float(self.times[index]), needed_bytes=float(self.needs[index])
+        return PredictedLayout(
+            layout=self.layouts[index],
+            step_s=float(self.step_s[index]),
+            needed_bytes=float(self.needed_bytes[index]),
         )
 
     def fastest(self, inside: NDArray[np.bool_]) -> int:
         """Index of the fastest of those that are ``inside``; of equal ones the simplest."""
         among = np.flatnonzero(inside)
-        least = self.times[among].min()
-        equal = among[self.times[among] <= least * (1 + _EQUAL)]
+        least = self.step_s[among].min()
+        equal = among[self.step_s[among] <= least * (1 + _EQUAL)]
         return int(min(equal, key=lambda index: _complexity(self.layouts[index])))
 
-    def best(self, limit_bytes: float) -> Candidate | None:
+    def best(self, limit_bytes: float) -> PredictedLayout | None:
         """The fastest that fits; None if none does."""
-        fits = self.needs <= limit_bytes
-        return self.candidate(self.fastest(fits)) if fits.any() else None
+        fits = self.needed_bytes <= limit_bytes
+        return self.row(self.fastest(fits)) if fits.any() else None
 
-    def pareto(self) -> tuple[Candidate, ...]:
+    def pareto(self) -> tuple[PredictedLayout, ...]:
         """From the fastest to the smallest: none is both faster and smaller than another."""
-        return tuple(map(self.candidate, _pareto(self.times, self.needs)))
+        return tuple(map(self.row, _pareto(self.step_s, self.needed_bytes)))
 
 
 def memory_limit(job: Job) -> float:
-    """What ``Candidate.needed_bytes`` may be."""
+    """The most that ``PredictedLayout.needed_bytes`` may be."""
     return MEMORY_SHARE * (job.memory_bytes or job.device.memory_bytes)
 
 
-def compare(job: Job) -> Compared:
+def compare(job: Job) -> LayoutTable:
     """Predictions for all layouts of ``job``. Raises LayoutError if none is legal."""
     space = Space(job)
     if not space.layouts:
@@ -124,8 +133,12 @@ def compare(job: Job) -> Compared:
             "axes divide the devices, the batch, the heads, the experts and the layers, and no layout does",
             "a batch that more numbers divide, such as a power of two, or fewer pins",
         )
-    times = step_times(space.layouts)
-    return Compared(layouts=space.layouts, times=times, needs=peak_memory(space.layouts).counted, refused=space.refused)
+    return LayoutTable(
+        layouts=space.layouts,
+        step_s=step_times(space.layouts),
+        needed_bytes=peak_memory(space.layouts).counted,
+        refused=space.refused,
+    )
 
 
 def step_times(layouts: Sequence[Layout]) -> Numbers:
@@ -143,30 +156,30 @@ def search(job: Job) -> SearchResult:
     return choose(job, compare(job))
 
 
-def choose(job: Job, compared: Compared) -> SearchResult:
+def choose(job: Job, compared: LayoutTable) -> SearchResult:
     """The result of a search for ``job``, whose layouts are ``compared``."""
-    times, needs, limit = compared.times, compared.needs, memory_limit(job)
+    times, needs, limit = compared.step_s, compared.needed_bytes, memory_limit(job)
     fits = needs <= limit
     best = compared.fastest(fits) if fits.any() else None
     simplest = None
     if best is not None:
         near = np.flatnonzero(fits & (times <= times[best] * (1 + _SAME)))
         least = min(map(int, near), key=lambda index: (_complexity(compared.layouts[index]), times[index]))
-        simplest = compared.candidate(least)
+        simplest = compared.row(least)
     return SearchResult(
-        best=None if best is None else compared.candidate(best),
+        best=None if best is None else compared.row(best),
         simplest=simplest,
         num_layouts=len(compared.layouts),
         num_fitting=int(fits.sum()),
         limit_bytes=limit,
         changes=tuple(
-            (axis, value, compared.candidate(index))
+            (axis, value, compared.row(index))
             for axis, value, index in _changes(compared.layouts, fits, needs, best, compared.fastest)
         ),
         refused=compared.refused,
         pareto=compared.pareto(),
-        smallest=compared.candidate(int(np.argmin(needs))),
-        without_limit=compared.candidate(compared.fastest(np.ones(len(times), bool))),
+        smallest=compared.row(int(np.argmin(needs))),
+        without_limit=compared.row(compared.fastest(np.ones(len(times), bool))),
     )
 
 

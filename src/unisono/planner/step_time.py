@@ -71,7 +71,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """Seconds of a step, one element for each layout. The parts add up to ``total``.
+    """Seconds of a step, one element for each layout: means over the pipeline ranks. The parts add up to ``total``.
 
     Attributes:
         matmul: Matrix products of attention and dense layers.
@@ -105,7 +105,7 @@ class StepParts:
 
     @property
     def total(self) -> Numbers:
-        """The step."""
+        """The whole step."""
         parts: tuple[Numbers, ...] = tuple(getattr(self, name) for name in self.__slots__)
         return np.sum(parts, axis=0)
 
@@ -159,15 +159,13 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     each["sharding"] = fitted.fsdp_factor * sharding + _exposed(device, sharding)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
-    per_rank = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
-    # Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
-    parts["bubble"] = busy * (work.stages - 1) / work.num_micro_batches / per_rank
-    head = each["lm_head"] * work.stages  # of the last stage; ``each`` are means over the stages
+    chunks = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
+    # (p - 1) / (m v) of the busy time: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
+    parts["bubble"] = busy * (work.pp - 1) / (work.num_micro_batches * chunks)
+    head = each["lm_head"] * work.pp  # the last rank has all of it; ``each`` are means over the pipeline ranks
     block = np.sum(tuple(seconds for name, seconds in each.items() if name != "lm_head"), axis=0) / work.layers
     slowest = np.maximum(work.most_blocks * block, work.last_blocks * block + head)
-    parts["imbalance"] = (
-        np.maximum(0, slowest * work.num_micro_batches - busy) * (work.last_blocks > 0) * (work.stages > 1)
-    )
+    parts["imbalance"] = np.maximum(0, slowest * work.num_micro_batches - busy) * (work.last_blocks > 0) * (work.pp > 1)
     parts["gradients"] = fitted.dp_factor * (work.gradient_s + fitted.hop_s * work.gradient_hops)
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))

@@ -27,8 +27,8 @@ _SHARED_PASSES: Final = (0, 0, 1, 3)
 class StepWork:
     """Counts for many layouts, one element for each.
 
-    FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and backward, with what is recomputed. Seconds
-    are those of all bytes at the bandwidth of the data sheet.
+    FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and backward. FLOPs and ``activation_bytes`` of
+    blocks have what full recompute adds; collectives have not. Seconds are those of all bytes at the bandwidth of the data sheet.
 
     Attributes:
         tokens: Tokens of a micro-batch on a rank.
@@ -40,7 +40,7 @@ class StepWork:
         expert_tokens: Tokens of an expert.
         expert_width: Hidden units of an expert.
         attention_flops: Scores and weighted values, of causal attention.
-        lm_head_flops: Products with the output matrix, over all stages.
+        lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
         most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
         last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
         activation_bytes: Activations between the blocks.
@@ -52,7 +52,7 @@ class StepWork:
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
         gradient_hops: Steps of the rings that do it.
         num_micro_batches: Micro-batches of a rank in a step.
-        stages: Ranks of a pipeline.
+        pp: Pipeline ranks.
         stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
         num_devices: Devices of the job.
         tokens_per_step: Tokens of all ranks.
@@ -81,7 +81,7 @@ class StepWork:
     gradient_hops: Numbers
     gradient_s: Numbers
     num_micro_batches: Numbers
-    stages: Numbers
+    pp: Numbers
     stages_per_rank: Numbers
     num_devices: Numbers
     tokens_per_step: Numbers
@@ -187,7 +187,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
         gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
         num_micro_batches=micro,
-        stages=pp,
+        pp=pp,
         stages_per_rank=per_rank,
         num_devices=devices,
         tokens_per_step=dp * micro * sequences * seq_len,

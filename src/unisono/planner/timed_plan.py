@@ -1,10 +1,10 @@
 """The step time of a plan, from times of its ranks on one device and the measured speed of the links between them.
 
-    step = a rank's own work + sums, one after the other + waiting for other stages and for the slowest rank
+    step = work of the slowest rank + its collectives + its wait for other pipeline stages + its wait for stragglers
 
-The ranks' own work is timed (``train.rank_timing``). What they exchange is counted, and takes as long as messages of that size
-were measured to add to ranks that compute (``unisono plan calibrate``). Nothing is taken to overlap: on one host, what
-communicates also computes. What a rank waits for other stages follows from the order of passes and the time of each of them.
+Work is timed (``train.rank_timing``). Messages are counted, and each takes as long as one of its size was measured to add to
+ranks that compute (``unisono plan calibrate``). No communication is taken to overlap with work: on one host the same
+processors do both. The wait for other stages follows from the order of the passes and the time of each pass.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TimedPlan:
 
     Attributes:
         work_s: Seconds of the rank whose own work takes longest.
-        communication_s: Seconds of sums by axis of the mesh.
+        communication_s: Seconds of that rank's collectives, by axis of the mesh.
         bubble_s: Seconds in which that rank waits for other pipeline stages and their messages.
         straggler_s: Seconds by which the slowest of all ranks is later than a usual one, as the times of one rank vary.
-        timeline: The passes of each rank of a pipeline; none without one.
+        timeline: The passes of each pipeline rank; empty without a pipeline.
     """
 
     work_s: float
@@ -55,14 +55,14 @@ class TimedPlan:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Seconds of what it consists of, by name; an axis' name stands for its sums."""
+        """Seconds of each part that is not 0, by name; the name of an axis stands for its collectives."""
         others = {"pipeline": self.bubble_s, "slowest rank": self.straggler_s}
         parts = {"work": self.work_s, **self.communication_s, **others}
         return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def predict_step(plan: Plan, timings: Sequence[RankTiming], links: Calibration) -> TimedPlan:
-    """The step of ``plan``, whose ranks of each place in the pipeline took ``timings``.
+    """The step of ``plan``; ``timings`` has one rank for each pipeline rank.
 
     Args:
         plan: The plan.
@@ -105,7 +105,7 @@ def _seconds_of(group: GroupTraffic, links: Calibration) -> float:
 
 
 def _timeline(plan: Plan, timings: Sequence[RankTiming], message_s: float) -> list[list[TimedPass]]:
-    """The passes of a rank of each place in the pipeline."""
+    """The passes of each pipeline rank."""
     seconds: dict[tuple[Kind, int], float] = {}
     for timing in timings:
         for kind, stage, taken in timing.passes:

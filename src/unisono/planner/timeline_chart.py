@@ -8,18 +8,19 @@ from typing import Any, Final
 from unisono.plan.pipeline_schedule import Kind
 from unisono.planner.pipeline_timeline import TimedPass
 from unisono.report.bars import plain, stacked_bars
+from unisono.report.charts import PHASE_COLOURS
 
 _KINDS: Final[dict[Kind, tuple[str, str]]] = {
-    "F": ("forward", "#4c9be8"),
-    "B": ("backward", "#1f6feb"),
-    "I": ("backward, inputs", "#1f6feb"),
+    "F": ("forward", PHASE_COLOURS["forward"]),
+    "B": ("backward", PHASE_COLOURS["backward"]),
+    "I": ("backward, inputs", PHASE_COLOURS["backward"]),
     "W": ("backward, weights", "#8250df"),
 }
 
 
 def timeline_chart(chart_id: str, timeline: Sequence[Sequence[TimedPass]]) -> dict[str, Any]:
     """The passes of each rank of a pipeline over time, as plotly describes them."""
-    ranks = [f"place {number}" for number in range(len(timeline))]
+    ranks = [f"pipeline rank {number}" for number in range(len(timeline))]
     passes = [(rank, each) for rank, row in zip(ranks, timeline, strict=True) for each in row]
     bars = [
         {

@@ -36,11 +36,11 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flip:
-    """A change of the machine with which another plan would be the fastest.
+    """A change of the machine with which another plan would be the fastest, or, with more memory, could be.
 
     Attributes:
         change: What would have to change.
-        plan: Settings of the plan that would then be the fastest.
+        plan: Settings of the other plan.
     """
 
     change: str
@@ -72,30 +72,29 @@ def _differences(best: Candidate, other: Candidate) -> dict[str, Any]:
 
 
 def flips(candidates: Sequence[Candidate], best: Candidate) -> list[Flip]:
-    """What would make another candidate the fastest: faster or slower sums, or more memory."""
-    return [*_flips_of_sums(candidates, best), *_flips_of_memory(candidates)]
+    """What would make another candidate the fastest: faster or slower collectives, or more memory."""
+    return [*_flips_of_collectives(candidates, best), *_flips_of_memory(candidates)]
 
 
-def _flips_of_sums(candidates: Sequence[Candidate], best: Candidate) -> Iterator[Flip]:
-    """The nearest factors on the time of sums, below and above one, at which another plan takes as long as ``best``."""
-    my_sums = _sums_s(best)
+def _flips_of_collectives(candidates: Sequence[Candidate], best: Candidate) -> Iterator[Flip]:
+    """The nearest factors on the time of collectives, below and above one, at which another plan takes as long as ``best``.
+
+    With the factor f, a step takes rest + f x collectives. Two plans take equally long at the f where both sums are equal.
+    """
+    best_s = _collectives_s(best)
     crossings: list[tuple[float, Candidate]] = []
     for other in candidates:
-        if other is best or other.timed is None or (sums := _sums_s(other)) == my_sums:
+        if other is best or other.timed is None or (other_s := _collectives_s(other)) == best_s:
             continue
-        factor = (other.step_s - sums - (best.step_s - my_sums)) / (my_sums - sums)
+        factor = ((other.step_s - other_s) - (best.step_s - best_s)) / (best_s - other_s)
         if factor > 0:
             crossings.append((factor, other))
     faster = max((each for each in crossings if each[0] < 1), key=lambda each: each[0], default=None)
     slower = min((each for each in crossings if each[0] > 1), key=lambda each: each[0], default=None)
     if faster is not None:
-        yield Flip(
-            change=f"sums between ranks {1 / faster[0]:.3g} times as fast", plan=changes_in_words(faster[1].settings)
-        )
+        yield Flip(change=f"collectives {1 / faster[0]:.3g} times as fast", plan=changes_in_words(faster[1].settings))
     if slower is not None:
-        yield Flip(
-            change=f"sums between ranks {slower[0]:.3g} times as slow", plan=changes_in_words(slower[1].settings)
-        )
+        yield Flip(change=f"collectives {slower[0]:.3g} times as slow", plan=changes_in_words(slower[1].settings))
 
 
 def _flips_of_memory(candidates: Sequence[Candidate]) -> Iterator[Flip]:
@@ -109,6 +108,6 @@ def _flips_of_memory(candidates: Sequence[Candidate]) -> Iterator[Flip]:
         )
 
 
-def _sums_s(candidate: Candidate) -> float:
-    """Seconds of sums in the step, corrected as the step is."""
+def _collectives_s(candidate: Candidate) -> float:
+    """Seconds of collectives in a step, corrected as ``step_s`` is."""
     return sum(candidate.timed.communication_s.values()) * candidate.learned.factor if candidate.timed else 0.0

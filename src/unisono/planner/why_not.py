@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unisono.observe.run_summary import format_gib
 from unisono.planner.simulate import Prediction
 
-_GIB = 2**30
 _SAME = 1e-6  # part of a step time
 
 
@@ -14,8 +14,8 @@ def why_not(best: Prediction, other: Prediction, limit_bytes: float) -> str:
     """In a few words: how much more memory or time ``other`` takes, and the part in which most of it is."""
     if other.needed_bytes > limit_bytes:
         counted = {name: size for name, size in other.memory.items() if name != "allocator"}
-        over = (other.needed_bytes - limit_bytes) / _GIB
-        return f"does not fit: {other.needed_bytes / _GIB:.3g} GiB, {over:.3g} GiB too much, mostly {_largest(counted)}"
+        over = format_gib(other.needed_bytes - limit_bytes)
+        return f"does not fit: {format_gib(other.needed_bytes)}, {over} too much, mostly {_largest(counted)}"
     if other.step_s <= best.step_s * (1 + _SAME):
         return "as fast, and not simpler"
     grown = {name: seconds - best.parts_s[name] for name, seconds in other.parts_s.items()}
