@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import matrix
 import pytest
+import tiny
 from matrix import CASES, Case
 from pool import Pool
 from traced_memory import EXECUTED_STEPS, compare, executed, trainer_of, without_buffers
@@ -51,3 +54,18 @@ def test_traced_memory_is_that_of_an_accelerator(tmp_path: Path, recompute: str)
     (traced,) = trainer_of(str(tmp_path), World(JobSpec()), "gpt", settings).dry_run(1)
     by_kind = executed(World.alone(JobSpec()), "gpt", settings)
     assert without_buffers(traced.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_sharded_weights_are_not_held_in_16_bits(tmp_path: Path, recompute: str) -> None:
+    """A further block adds its shards, and what recompute keeps of it, which is less than its weights."""
+    peaks: list[int] = []
+    for layers in (4, 8):
+        sizes = {"num_layers": layers, "dim": 256, "num_heads": 4, "num_kv_heads": 4, "tied": False}
+        settings: dict[str, Any] = {"micro_batch": 1, "global_batch": 8, "recompute": recompute, "precision": "bf16"}
+        run = tiny.trainer(tmp_path, world=World(JobSpec(world_size=8)), sizes=sizes, dp_shard=8, **settings)
+        (memory,) = run.dry_run(8, [0])
+        peaks.append(memory.peak.bytes)
+    block = sum(math.prod(shape) for shape in ((256, 768), (256, 256), (256, 768), (256, 768), (768, 256)))
+    # parameters, gradients and both moments in 32 bits on eight ranks; the weights in 16 bits would be as much again
+    assert (peaks[1] - peaks[0]) / 4 == pytest.approx(16 / 8 * block, rel=0.1)

@@ -71,12 +71,14 @@ def set_backend(plan: Plan) -> None:
     set_kernel_choice(tf32=plan.backend.tf32, autotune=plan.backend.autotune)
 
 
-def autocast(precision: str, device_type: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(precision: str, device_type: str, *, keeps_casts: bool = True) -> contextlib.AbstractContextManager[Any]:
     """A context of forward passes with matrix products in bf16 or fp16, and reductions in fp32.
 
     Args:
         precision: ``fp32`` (nothing changes), ``bf16`` or ``fp16``; with ``fp8`` what is outside of fp8 layers is in bf16.
         device_type: Type of the device that computes, as torch calls it.
+        keeps_casts: Whether a weight that is used again is not converted again. Until the context ends this holds converted
+            copies of all weights, also of those that sharding or recompute would free.
 
     Raises:
         PlanError: There is no such precision.
@@ -90,4 +92,4 @@ def autocast(precision: str, device_type: str) -> contextlib.AbstractContextMana
         )
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision])
+    return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision], cache_enabled=keeps_casts)

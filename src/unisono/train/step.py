@@ -259,7 +259,7 @@ class ForwardBackward:
             with self.whole_sequences(micro_batch):
                 with timers.phase("forward"):
                     sharded = self.shard_sequences(micro_batch)
-                    with self.world.explain_collective_errors("forward pass"), autocast(*self.precision):
+                    with self.world.explain_collective_errors("forward pass"), self.autocast():
                         value = loss(self.model(**self.inputs(sharded)), sharded)
                 fault_point("forward", step)
                 if number == len(micro_batches):
@@ -275,7 +275,7 @@ class ForwardBackward:
             stages = _StagePasses(self, micro_batches)
             returned = self.pipeline.evaluate(stages.sharded, stages.forward)
             if self.pipeline.has_last_stage:
-                with autocast(*self.precision):
+                with self.autocast():
                     for number, (outputs, sharded) in enumerate(zip(returned, stages.sharded, strict=True)):
                         consume(number, outputs, sharded)
             return
@@ -284,14 +284,15 @@ class ForwardBackward:
             with (
                 self.whole_sequences(micro_batch),
                 self.world.explain_collective_errors("forward pass of an evaluation"),
-                autocast(*self.precision),
+                self.autocast(),
             ):
                 consume(number, self.model(**self.inputs(sharded)), sharded)
 
-    @property
-    def precision(self) -> tuple[str, str]:
-        """The arguments of ``autocast``: precision and device."""
-        return self.plan.precision.compute, self.plan.mesh.device
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        mesh = self.plan.mesh
+        frees_weights = mesh.dp_shard > 1 or mesh.cp > 1 or self.plan.recompute.mode != "none"
+        return autocast(self.plan.precision.compute, mesh.device, keeps_casts=not frees_weights)
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
         """This rank's part of each sequence; the full sequence without context parallelism."""
@@ -316,14 +317,14 @@ class _StagePasses:
         with (
             forward_backward.whole_sequences(self._whole[id(sharded)]),
             forward_backward.world.explain_collective_errors("forward pass"),
-            autocast(*forward_backward.precision),
+            forward_backward.autocast(),
         ):
             return forward_backward.model(**forward_backward.inputs(sharded))
 
     @contextmanager
     def phase(self, timers: StepTimers, step: int, kind: str, sharded: Batch) -> Generator[None]:
         """Time one pass; ``kind`` is forward (with its loss) or backward, which recompute may run forward passes in."""
-        precision = autocast(*self._forward_backward.precision) if kind == "forward" else nullcontext()
+        precision = self._forward_backward.autocast() if kind == "forward" else nullcontext()
         with timers.phase(kind), self._forward_backward.whole_sequences(self._whole[id(sharded)]), precision:
             yield
         fault_point(kind, step)
