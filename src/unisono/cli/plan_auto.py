@@ -24,7 +24,7 @@ from unisono.cli.common import (
     takes_config,
     train_arguments,
 )
-from unisono.cli.plan_fit import check_overlay, memory_budget_bytes
+from unisono.cli.plan_fit import check_overlay, memory_budget_bytes, write_overlay
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.config import Resolved
@@ -32,7 +32,7 @@ from unisono.config.overlay_text import overlay_text
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import PlanError, Problem
 from unisono.exit_codes import REQUEUE
-from unisono.storage.files import os_reason, write_atomically
+from unisono.storage.files import os_reason
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
@@ -105,7 +105,7 @@ def auto(
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
         text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(Path(overlay), text)
     if report is not None and found is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"

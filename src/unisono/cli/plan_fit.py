@@ -28,6 +28,7 @@ from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_te
 from unisono.errors import ConfigError, UnisonoError
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE
+from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
     from unisono.planner.failed_run import FailedRank
@@ -134,7 +135,7 @@ def fit(
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
         text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-        write_atomically(Path(overlay), text.encode())
+        write_overlay(Path(overlay), text)
     result = {
         "processes": num_ranks,
         "budget_bytes": ladder.budget_bytes,
@@ -167,6 +168,14 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
             consequence="nothing was traced",
             nearest="another name",
         )
+
+
+def write_overlay(path: Path, text: str) -> None:
+    """Write the settings over a configuration. Raises ConfigError where that is not possible."""
+    with explained_write_errors(
+        path.parent, consequence="no settings were written", other_name="another file (--apply)"
+    ):
+        write_atomically(path, text.encode())
 
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:
