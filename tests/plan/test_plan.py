@@ -134,6 +134,12 @@ def test_foreign_plans_are_refused_by_name() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["x", [], 1.5, True])
+def test_a_field_of_several_types_says_which(value: object) -> None:
+    with pytest.raises(PlanError, match=r"a value of type int \| None"):
+        Plan.from_json({"version": 3, "sync": {"staleness": value}})
+
+
 @pytest.mark.parametrize("version", [1, 4, 2.0, "2", True, None, 2**70])
 def test_a_plan_of_another_version_has_that_problem_alone(version: object) -> None:
     with pytest.raises(PlanError) as raised:

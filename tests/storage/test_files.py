@@ -145,3 +145,14 @@ def test_a_file_outside_of_a_folder_is_not_opened(
     for name in ("outside/file", "../root-2/file", "a/../outside/file"):
         with pytest.raises(PermissionError, match="it leads out of"):
             open_inside(str(root), root / name)
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link").symlink_to("pipe")
+    for path in (pipe, link):
+        with pytest.raises(FileExistsError, match="which no file replaces"):
+            write_atomically(path, CONTENT)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]

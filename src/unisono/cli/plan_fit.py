@@ -29,6 +29,7 @@ from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_te
 from unisono.errors import ConfigError, UnisonoError
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE
+from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
     from unisono.planner.failed_run import FailedRank
@@ -165,9 +166,12 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
 
 
 def write_overlay(config: tuple[str, ...], overlay: str, settings: Mapping[str, Any]) -> None:
-    """Write ``settings``, by dotted name, over the file of ``config`` to the new file ``overlay``."""
-    text = overlay_text(os.path.abspath(config[0]) if config else "", settings)
-    write_atomically(Path(overlay), text.encode())
+    """Write ``settings``, by dotted name, over the file of ``config`` to the new file ``overlay``. Raises ConfigError if it cannot."""
+    path, text = Path(overlay), overlay_text(os.path.abspath(config[0]) if config else "", settings)
+    with explained_write_errors(
+        path.parent, consequence="no settings were written", other_name="another file (--apply)"
+    ):
+        write_atomically(path, text.encode())
 
 
 def memory_budget_bytes(device: Any, num_ranks: int) -> int:

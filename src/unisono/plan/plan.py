@@ -462,4 +462,8 @@ def _accepted(kind: Any) -> str:
     """The values that a field of this type accepts, in words."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    return "a list, as docs/plans.md has it" if get_origin(kind) is tuple else f"a value of type {kind.__name__}"
+    return (
+        "a list, as docs/plans.md has it"
+        if get_origin(kind) is tuple
+        else f"a value of type {getattr(kind, '__name__', kind)}"
+    )
