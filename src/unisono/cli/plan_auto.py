@@ -34,7 +34,7 @@ from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from unisono.planner.fastest import Candidate, FastestPlan
+    from unisono.planner.fastest import Candidate, FastestPlanSearch
     from unisono.planner.plan_record import Machine
 
 _GIB = 2**30
@@ -177,12 +177,12 @@ def _search_as_a_rank(
 
 def _search(
     resolved: Resolved[RunConfig], num_ranks: int, *, memory_gib: float | None, budget_s: float, quiet: bool
-) -> tuple[FastestPlan, Candidate | None]:
+) -> tuple[FastestPlanSearch, Candidate | None]:
     """Search the plan of a configuration for ``num_ranks`` ranks of this host, and print what is tried unless ``quiet``."""
     from unisono.data.options import default_cache_dir
     from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
     from unisono.parallel.device import find_device
-    from unisono.planner.fastest import FastestPlan, pinned_options
+    from unisono.planner.fastest import FastestPlanSearch, pinned_options
     from unisono.planner.plan_record import PLAN_RECORD_FILE, machine_of, read_plan_record, used_axes
     from unisono.planner.run_trials import open_trials
 
@@ -195,7 +195,7 @@ def _search(
     cache = default_cache_dir(os.environ)
     record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
     with open_trials(resolved) as trials:
-        search = FastestPlan(
+        search = FastestPlanSearch(
             trials=trials,
             options=options,
             pinned=pinned_options(resolved),
@@ -207,12 +207,12 @@ def _search(
             tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
             learned=lambda plan: record.learned(machine, used_axes(plan)),
         )
-        found = search.search()
+        found = search.run()
         _keep_predictions(cache / PLAN_RECORD_FILE, search, trials.config, machine)
         return search, found
 
 
-def _keep_predictions(path: Path, search: FastestPlan, config: RunConfig, machine: Machine) -> None:
+def _keep_predictions(path: Path, search: FastestPlanSearch, config: RunConfig, machine: Machine) -> None:
     """Write the predictions where runs look for those of their plans; warn if that is not possible."""
     from unisono.planner.plan_record import add_to_plan_record, prediction_of, work_digest
     from unisono.train.settings import function_name
@@ -242,7 +242,7 @@ def _line(candidate: Candidate) -> str:
 
 
 def _verdict(
-    search: FastestPlan, found: Candidate | None, settings: dict[str, Any], overlay: str | None
+    search: FastestPlanSearch, found: Candidate | None, settings: dict[str, Any], overlay: str | None
 ) -> Iterator[str]:
     if found is None:
         yield "no plan fits: unisono plan fit shows what each measure saves"
