@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from unisono.planner.plan_record import Machine
 
 _GIB = 2**30
-# set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
+# set in the child process that times the ranks with the environment of one: the cores of a rank, with commas; empty: all cores
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 
 
@@ -138,7 +138,7 @@ def found_settings(resolved: Resolved[RunConfig], config: tuple[str, ...], overr
 
 
 def _problems_of(said: str) -> list[Problem]:
-    """What a search that failed printed as JSON; it prints no problem where no plan fits."""
+    """The problems in the JSON of a failed search. Where no plan fits it prints none; then one that says so."""
     with suppress(ValueError, KeyError, TypeError):
         return [Problem(**problem) for problem in json.loads(said)["problems"]]
     return [
