@@ -227,7 +227,7 @@ def test_names_that_are_refused_before_anything_is_measured(desk: Desk, output: 
 def test_what_would_change_the_decision_fewer_devices_and_rules(desk: Desk) -> None:
     text = desk.here("plan", *JOB).out.splitlines()
     found = json.loads(desk.here("plan", *JOB, "--json").out)
-    flips = text[text.index("what would change the decision") + 1 : text.index("fewer devices")]
+    flips = text[text.index("what would change the decision") + 1 : text.index("all devices, and fewer")]
     other = [f"{flip['changed']} x {flip['factor']:g}" for flip in found["flips"] if flip["is_other"]]
     assert len(found["flips"]) == 10
     assert [line.strip()[: len(name)] for line, name in zip(flips, other, strict=False)] == other

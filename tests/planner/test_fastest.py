@@ -18,7 +18,7 @@ from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import Kind, stage_index
 from unisono.plan.plan import Plan
-from unisono.planner.fastest import FastestPlan, changes_in_words, pinned_options
+from unisono.planner.fastest import FastestPlanSearch, changes_in_words, pinned_options
 from unisono.planner.plan_record import Learned, used_axes
 from unisono.train.config import RunConfig
 from unisono.train.rank_timing import PassTime, RankTiming
@@ -43,7 +43,7 @@ class Trials:
         size = plan.batch.micro_batch * kept + 4 / (plan.mesh.dp_shard * plan.mesh.tp * plan.mesh.pp)
         return plan, [SimpleNamespace(peak=SimpleNamespace(bytes=size * GIB))]
 
-    def time(self, options: PlanOptions, num_ranks: int) -> tuple[Plan, list[RankTiming]]:
+    def time(self, options: PlanOptions, num_ranks: int) -> list[RankTiming]:
         plan, _ = self.trace(options, num_ranks)
         if plan.batch.micro_batch > self.largest:
             raise torch.OutOfMemoryError
@@ -54,7 +54,7 @@ class Trials:
         step_s += 0.2 * (plan.mesh.dp_shard > 1) + 0.4 * (plan.mesh.cp > 1)
         step_s /= self.ep_speedup if plan.mesh.ep > 1 else 1
         step_s /= self.compile_speedup if plan.backend.compile != "off" else 1
-        return plan, [_timing(plan, place, step_s) for place in range(plan.mesh.pp)]
+        return [_timing(plan, place, step_s) for place in range(plan.mesh.pp)]
 
 
 def _timing(plan: Plan, place: int, step_s: float) -> RankTiming:
@@ -85,7 +85,7 @@ def search(
     **options: Any,
 ) -> Any:
     given = PlanOptions(device="cpu", **{"global_batch": 8, **options})
-    found = FastestPlan(
+    found = FastestPlanSearch(
         trials=trials,  # type: ignore[arg-type]
         options=given,
         pinned=frozenset(pinned),
@@ -96,7 +96,7 @@ def search(
         budget_s=budget_s,
         tried=lambda candidate: None,
     )
-    return found, found.search()
+    return found, found.run()
 
 
 def test_the_configured_plan_stays_where_nothing_is_faster() -> None:
@@ -140,7 +140,7 @@ def test_what_earlier_runs_took_decides() -> None:
     trials, learned = Trials(tp_speedup=1.5), {("tp",): Learned(factor=3.0, runs=4)}
     found, best = search(trials, 100)
     assert best.settings["tp"] == 2
-    corrected = FastestPlan(
+    corrected = FastestPlanSearch(
         trials=trials,  # type: ignore[arg-type]
         options=found.options,
         pinned=found.pinned,
@@ -152,7 +152,7 @@ def test_what_earlier_runs_took_decides() -> None:
         tried=lambda candidate: None,
         learned=lambda plan: learned.get(used_axes(plan), Learned()),
     )
-    chosen = corrected.search()
+    chosen = corrected.run()
     assert chosen is not None
     assert chosen.settings.get("tp", 1) == 1
     slow = next(each for each in corrected.candidates if each.settings.get("tp") == 2 and each.timed)

@@ -38,11 +38,11 @@ from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from unisono.planner.fastest import Candidate, FastestPlan
+    from unisono.planner.fastest import Candidate, FastestPlanSearch
     from unisono.planner.plan_record import Machine
 
 _GIB = 2**30
-# set in the process that tries the ranks, whose environment is that of a rank: to the cores of a rank, none where it has all
+# set in the child process that times the ranks with the environment of one: the cores of a rank, with commas; empty: all cores
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 _CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes what it has made
 
@@ -150,7 +150,7 @@ def found_settings(resolved: Resolved[RunConfig], config: tuple[str, ...], overr
 
 
 def _problems_of(said: str) -> list[Problem]:
-    """What a search that failed printed as JSON; it prints no problem where no plan fits."""
+    """The problems in the JSON of a failed search. Where no plan fits it prints none; then one that says so."""
     with suppress(ValueError, KeyError, TypeError):
         return [Problem(**problem) for problem in json.loads(said)["problems"]]
     return [
@@ -196,12 +196,12 @@ def _search_as_a_rank(
 
 def _search(
     resolved: Resolved[RunConfig], num_ranks: int, *, memory_gib: float | None, budget_s: float, quiet: bool
-) -> tuple[FastestPlan, Candidate | None]:
+) -> tuple[FastestPlanSearch, Candidate | None]:
     """Search the plan of a configuration for ``num_ranks`` ranks of this host, and print what is tried unless ``quiet``."""
     from unisono.data.options import default_cache_dir
     from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
     from unisono.parallel.device import find_device
-    from unisono.planner.fastest import FastestPlan, pinned_options
+    from unisono.planner.fastest import FastestPlanSearch, pinned_options
     from unisono.planner.plan_record import PLAN_RECORD_FILE, machine_of, read_plan_record, used_axes
     from unisono.planner.run_trials import open_trials
 
@@ -214,7 +214,7 @@ def _search(
     cache = default_cache_dir(os.environ)
     record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
     with open_trials(resolved) as trials:
-        search = FastestPlan(
+        search = FastestPlanSearch(
             trials=trials,
             options=options,
             pinned=pinned_options(resolved),
@@ -226,12 +226,12 @@ def _search(
             tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
             learned=lambda plan: record.learned(machine, used_axes(plan)),
         )
-        found = search.search()
+        found = search.run()
         _keep_predictions(cache / PLAN_RECORD_FILE, search, trials.config, machine)
         return search, found
 
 
-def _keep_predictions(path: Path, search: FastestPlan, config: RunConfig, machine: Machine) -> None:
+def _keep_predictions(path: Path, search: FastestPlanSearch, config: RunConfig, machine: Machine) -> None:
     """Write the predictions where runs look for those of their plans; warn if that is not possible."""
     from unisono.planner.plan_record import add_to_plan_record, prediction_of, work_digest
     from unisono.train.settings import function_name
@@ -261,7 +261,7 @@ def _line(candidate: Candidate) -> str:
 
 
 def _verdict(
-    search: FastestPlan, found: Candidate | None, settings: dict[str, Any], overlay: str | None
+    search: FastestPlanSearch, found: Candidate | None, settings: dict[str, Any], overlay: str | None
 ) -> Iterator[str]:
     from unisono.planner.timed_plan import SPREAD
     from unisono.planner.why_fastest import flips, neighbours

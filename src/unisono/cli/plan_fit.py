@@ -166,7 +166,7 @@ def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
 
 
 def write_overlay(config: tuple[str, ...], overlay: str, settings: Mapping[str, Any]) -> None:
-    """Write ``settings``, by dotted name, over the file of ``config`` to the new file ``overlay``. Raises ConfigError if it cannot."""
+    """Write ``settings``, by dotted name, over the file of ``config`` to a new file. Raises ConfigError if it cannot."""
     path, text = Path(overlay), overlay_text(os.path.abspath(config[0]) if config else "", settings)
     with explained_write_errors(
         path.parent, consequence="no settings were written", other_name="another file (--apply)"

@@ -139,7 +139,7 @@ def _flip_lines(flips: Sequence[Perturbation]) -> Iterator[str]:
 
 
 def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:
-    yield "fewer devices"
+    yield "all devices, and fewer"
     for each in counts:
         if each.best is None:
             yield f"  {each.num_devices:<12,}{each.reason}"

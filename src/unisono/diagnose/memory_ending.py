@@ -1,4 +1,4 @@
-"""What ``unisono plan fit --failed`` has found of a run that ran out of memory: its file in the run's folder, and it in words."""
+"""The result of ``unisono plan fit --failed`` for a run that ran out of memory: its file in the run's folder, and as text."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def _measured(sizes: Mapping[str, int]) -> Iterator[str]:
         )
     beside = f"beside_{'address_space' if 'address_space_limit_bytes' in sizes else 'resident'}_bytes"
     if beside in sizes:
-        yield f"{_gib(sizes[beside])} of it beside tensors, as training began"
+        yield f"{_gib(sizes[beside])} GiB of it were no tensors when training began"
     if "requested_bytes" in sizes:
-        yield f"{_gib(sizes['requested_bytes'])} GiB more could not be had"
+        yield f"an allocation of {_gib(sizes['requested_bytes'])} GiB failed"
 
 
 def _gib(size: int) -> str:

@@ -19,7 +19,7 @@ class Answer:
     """A search with what follows from it.
 
     Attributes:
-        found: What was found.
+        found: The result of the search.
         sensitivity: What would change the decision, and what fewer devices would do.
         prediction: That of the best layout; None if none fits.
         stages: Memory of ranks of its pipeline, by name; empty if none fits.

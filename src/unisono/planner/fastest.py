@@ -43,10 +43,10 @@ class Candidate:
     Attributes:
         settings: Settings of the plan that differ from the configuration, by name.
         plan: The plan; None where the settings make no legal one.
-        peak_bytes: What the rank with the most holds in tensors; None where it was not traced.
+        peak_bytes: Peak bytes of tensors of the rank that holds most; None where it was not traced.
         timed: The predicted step; None where it was not timed.
         refused: Why it was not timed.
-        learned: What earlier runs say of such predictions.
+        learned: The correction of the prediction by earlier runs.
     """
 
     settings: Mapping[str, Any]
@@ -63,8 +63,8 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class FastestPlan:
-    """A search.
+class FastestPlanSearch:
+    """A search for the fastest plan of a run.
 
     Attributes:
         trials: The run whose plans are tried.
@@ -73,11 +73,11 @@ class FastestPlan:
         num_ranks: Ranks of the job.
         memory_bytes: Bytes that the tensors of a rank may take.
         num_experts: Experts of a layer of the model; 0 without.
-        links: What the links between the ranks were measured to do.
+        links: Measured speed of the links between the ranks.
         budget_s: Seconds after which no further plan is tried.
         tried: Called with each candidate.
-        learned: What earlier runs say of a prediction for a plan.
-        candidates: All that were considered.
+        learned: Returns the correction of a plan's prediction by earlier runs.
+        candidates: All that were considered, each plan once.
     """
 
     trials: RunTrials
@@ -93,7 +93,7 @@ class FastestPlan:
     candidates: list[Candidate] = field(default_factory=list[Candidate])
     _ends_s: float = 0.0
 
-    def search(self) -> Candidate | None:
+    def run(self) -> Candidate | None:
         """The fastest candidate; None if none fits.
 
         Raises:
@@ -181,13 +181,12 @@ class FastestPlan:
             plan = resolve_plan(options, JobSpec(world_size=self.num_ranks))[1]
             if (same := self._known(plan)) is not None:
                 return same
-            plan, ranks = self.trials.trace(options, self.num_ranks, ())
+            _, ranks = self.trials.trace(options, self.num_ranks, ())
             peak_bytes = max(rank.peak.bytes for rank in ranks)
             if peak_bytes > self.memory_bytes:
-                too_much = (peak_bytes - self.memory_bytes) / 2**30
-                refused = f"{too_much:.4g} GiB too much"
+                refused = f"{(peak_bytes - self.memory_bytes) / 2**30:.4g} GiB too much"
                 return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, refused=refused)
-            plan, timings = self.trials.time(options, self.num_ranks)
+            timings = self.trials.time(options, self.num_ranks)
         except (PlanError, ConfigError) as error:
             if not settings:
                 raise

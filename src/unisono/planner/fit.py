@@ -35,10 +35,10 @@ class Rung:
     """A plan that was tried.
 
     Attributes:
-        measure: What it does that the rung before did not.
+        measure: The change from the rung before, in words.
         settings: Settings of the plan that differ from the configuration, by name.
         plan: The plan; None where the settings make no legal one.
-        ranks: What was traced: one rank of each pipeline stage; empty where nothing was.
+        ranks: Traced memory of one rank of each pipeline stage; empty where nothing was traced.
         refused: Why nothing was traced.
     """
 

@@ -29,13 +29,13 @@ Value = int | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is searched for.
+    """The model, cluster and batch that a layout is searched for.
 
     Attributes:
-        model: Its shape.
+        model: Shape of the model.
         device: The accelerator.
         num_devices: Devices of the cluster, all of which are used.
-        precision: Of the matrix products.
+        precision: Precision of the matrix products.
         global_batch: Sequences of a step.
         seq_len: Tokens of a sequence.
         compiled: Whether the model is compiled.
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(slots=True)
 class Space:
-    """Layouts of a job, and why others are none.
+    """All legal layouts of a job, enumerated when it is made, and why other values of an axis have none.
 
     Attributes:
         job: The job.

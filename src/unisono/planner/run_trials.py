@@ -39,15 +39,14 @@ class RunTrials:
     events: EventLog
 
     def trace(self, options: PlanOptions, num_ranks: int, ranks: Sequence[int] = ()) -> tuple[Plan, list[RankMemory]]:
-        """The plan of a job of ``num_ranks``, and the memory of ``ranks``. Raises as ``train.dry_run.trace_ranks``."""
+        """The uncompiled plan of ``num_ranks`` ranks, and the memory of ``ranks``. Raises as ``train.dry_run.trace_ranks``."""
         options = replace(options, compile="off")
         plan, trainer = self._trainer(options, num_ranks)
         return plan, trainer.dry_run(num_ranks, ranks)
 
-    def time(self, options: PlanOptions, num_ranks: int) -> tuple[Plan, list[RankTiming]]:
-        """The plan, and times of its ranks on this device. Raises as ``train.rank_timing.time_ranks``."""
-        plan, trainer = self._trainer(options, num_ranks)
-        return plan, trainer.time_ranks(num_ranks)
+    def time(self, options: PlanOptions, num_ranks: int) -> list[RankTiming]:
+        """Time the ranks of a job of ``num_ranks`` on this device. Raises as ``train.rank_timing.time_ranks``."""
+        return self._trainer(options, num_ranks)[1].time_ranks(num_ranks)
 
     def _trainer(self, options: PlanOptions, num_ranks: int) -> tuple[Plan, Trainer]:
         plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]

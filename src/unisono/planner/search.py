@@ -50,14 +50,14 @@ class PredictedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """What was found.
+    """The result of a search.
 
     Attributes:
         best: The fastest that fits; None if none fits.
         simplest: Of those that fit and take at most 3 % longer, the one with the fewest axes; None if none fits.
         num_layouts: Layouts that were compared.
         num_fitting: Those that fit.
-        limit_bytes: What ``needed_bytes`` may be.
+        limit_bytes: The most that ``needed_bytes`` may be.
         changes: Each other value of an axis, in the order of ``AXES``, with the best layout that has it.
         refused: Each value of an axis that no layout has, with the rule (``Space``).
         pareto: The fastest for each amount of memory: none is both faster and smaller.

@@ -23,7 +23,7 @@ _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What was fitted.
+    """Constants that were fitted to published runs.
 
     Attributes:
         half_tokens: Tokens of a micro-batch at which matrix products reach half of their efficiency.
@@ -112,7 +112,7 @@ class StepParts:
 
 @cache
 def fitted_constants() -> Constants:
-    """Those of this version."""
+    """The constants that ship with this version."""
     text = files("unisono.planner").joinpath("step_time.json").read_bytes()
     return msgspec.json.decode(text, type=Constants)
 
@@ -124,7 +124,7 @@ def efficiency_key(layout: Layout) -> str:
 
 
 def efficiencies(layouts: Sequence[Layout], fitted: Constants) -> Numbers:
-    """That of each layout's device where it was measured, else ``Constants.efficiency``."""
+    """Share of the peak that large products reach [layouts]: measured on the layout's device, else ``Constants.efficiency``."""
     return np.array(
         [
             layout.device.efficiency or fitted.efficiency.get(efficiency_key(layout), fitted.other_efficiency)
