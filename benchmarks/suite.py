@@ -426,6 +426,7 @@ BENCHMARKS = (
                 aim=at_least(0.85),
             ),
             Row("ranking of {0}", "groups/*", figures.ranking, aim=at_least(0.7)),
+            Row("regret of {0}", "groups/*", figures.regret, aim=at_most(0.1)),
             Row("rows that are {0}", "rows/*", figures.number("{}")),
             Row("constant `{0}`", "constants/*", figures.constant),
             Row("memory, all rows", "memory/all", figures.memory_error, aim=at_most(0.08)),
@@ -448,8 +449,8 @@ BENCHMARKS = (
         "12 that data ranks share) and activations without attention's scores. Published: reserved memory, on one device "
         "active memory; of Megatron-LM's tests, allocated memory between steps and at the peak. Executed: live tensors of "
         "bf16 runs of a GPT on this CPU, of the rank that has most; they are unisono's, which keep 16 bytes of a "
-        "parameter; `plan simulate` takes 8 on one device (all in 16 bits), and with `tp` sequence parallelism, which "
-        "Megatron-LM's test has not. MindSpore's search is not here: its CPU package refuses it (docs/log.md).",
+        "parameter, where `plan simulate` takes 18 with a weight in 16 bits too; with `tp` it takes sequence parallelism, "
+        "which Megatron-LM's test has not. MindSpore's search is not here: its CPU package refuses it (docs/log.md).",
         rows=(
             Row(
                 "executed ranks, {0}: unisono train --dry-run",

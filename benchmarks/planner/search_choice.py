@@ -52,7 +52,7 @@ def choices() -> dict[str, Any]:
             if name == "all" or best.row["recompute"]:
                 count[0] += published.needed_bytes <= found.limit_bytes
                 count[1] += 1
-    low, median, high = (float(value) for value in np.quantile(ratios, (0.1, 0.5, 0.9)))
+    low, median, high = (float(value) for value in np.quantile(ratios, (0.05, 0.5, 0.95)))
     return {
         "jobs": len(ratios),
         "predicted_over_published": {"median": median, "low": low, "high": high},

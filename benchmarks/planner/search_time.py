@@ -21,6 +21,7 @@ JOBS = {
     "7B on 8 devices": ("h100x8", "llama-2-7b", "256", (), 2),
     "405B on 16,384 devices": ("h100x16384", "llama-3-405b", "2048", (), 5),
     "671B with experts on 65,536 devices": ("gb200x65536", "deepseek-v3", "16384", ("--precision", "fp8"), 20),
+    "1T with experts on 65,536 devices": ("gb200x65536", "kimi-k2", "16384", (), 20),
 }
 
 

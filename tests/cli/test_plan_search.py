@@ -53,15 +53,17 @@ def test_the_best_plan_is_what_simulate_predicts(desk: Desk) -> None:
     assert sum(simulated["memory"].values()) - simulated["memory"]["allocator"] == pytest.approx(best["needed_bytes"])
 
 
-def test_tokens_pins_and_memory(desk: Desk) -> None:
+def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     tokens = json.loads(desk.here("plan", *JOB[:4], "--global-batch", "2Mtok", "--pin", "tp=8", "--json").out)
     assert tokens["best"]["layout"]["global_batch"] == 256
     assert {each["layout"]["tp"] for each in (tokens["best"], *tokens["pareto"])} == {8}
     replicas = json.loads(desk.here("plan", *JOB, "--pin", "zero=0", "--json").out)
     assert replicas["best"]["layout"]["zero"] == 0
     assert "does not fit: " in desk.here("plan", *JOB, "--memory-gib", "30").out
-    small = desk.here("plan", *JOB, "--memory-gib", "2")
+    small = desk.here("plan", *JOB, "--memory-gib", "2", "--report=none.html")
     assert small.code == 1
+    assert "no layout fits, so nothing was written for --report" in caplog.text
+    assert not (desk.folder / "none.html").exists()
     assert "none fits: the one that needs least takes " in small.out
     assert "\ntry more devices or devices with more memory\n" in small.out
     pinned = desk.here("plan", *JOB, "--memory-gib", "2", "--pin", "recompute=none", "--pin", "micro_batch=2")

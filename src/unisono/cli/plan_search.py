@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import ExpandedPath, FiniteRange, check_output, print_result
+from unisono.cli.common import LOG, ExpandedPath, FiniteRange, check_output, print_result
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 
@@ -92,6 +92,8 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
             write_strategy(apply, answer.best.layout)
     print_result(as_json, search_json(answer), search_lines(answer, apply))
     if answer.best is None:
+        if unwritten := [name for name, file in (("--report", report), ("--apply", apply)) if file is not None]:
+            LOG.warning("no layout fits, so nothing was written for %s", " and ".join(unwritten))
         raise SystemExit(1)
 
 

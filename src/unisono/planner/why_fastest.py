@@ -15,7 +15,7 @@ SOURCES: Final[Mapping[str, str]] = {
     "communication_s": "calibrated: counted bytes, at the speed that plan calibrate measured between ranks that compute",
     "bubble_s": "modelled: the order of passes, with their measured times",
     "straggler_s": "modelled: the slowest of normally distributed ranks, with the measured spread of one",
-    "learned_factor": "measured: what earlier runs took over what was predicted (unisono plan accuracy)",
+    "learned_factor": "measured: what earlier runs took over the sum of the parts (unisono plan accuracy); step_s has it",
 }
 
 
