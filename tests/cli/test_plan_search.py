@@ -61,6 +61,8 @@ def test_tokens_pins_and_memory(desk: Desk) -> None:
     small = desk.here("plan", *JOB, "--memory-gib", "2")
     assert small.code == 1
     assert "none fits: the one that needs least takes " in small.out
+    assert "  no layout fits either with device memory x 0.5, device memory x 2, " in small.out
+    assert "the same layout" not in small.out
     large = json.loads(desk.here("plan", *JOB, "--memory-gib", "2000", "--json").out)
     assert large["best"]["layout"] == large["without_limit"]["layout"]
     assert "memory does not decide" in desk.here("plan", *JOB, "--memory-gib", "2000").out

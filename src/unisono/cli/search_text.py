@@ -88,7 +88,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         least = found.smallest
         yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {layout_text(least)}"
         yield "try more devices, full recompute if it is not pinned, or a smaller batch"
-        yield from _flip_lines(answer.sensitivity.flips)
+        yield from _flip_lines(answer.sensitivity.flips, "no layout fits either with")
         return
     yield from prediction_lines(found.best.layout, answer.prediction)
     for name, stage in answer.stages.items():
@@ -105,9 +105,9 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     if free.layout == found.best.layout:
         yield "memory does not decide: no other layout would be faster with more"
     else:
-        change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {layout_text(free)}"
-    yield from _flip_lines(answer.sensitivity.flips)
+        less = f"{1 - free.step_s / found.best.step_s:.1%}"
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {less} less time, with {layout_text(free)}"
+    yield from _flip_lines(answer.sensitivity.flips, "the same layout with")
     yield from _count_lines(answer.sensitivity.device_counts)
     yield "other values, each with the best of the other axes"
     for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
@@ -116,11 +116,11 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     if found.refused:
         yield "values that no layout has"
         for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
-            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20} {reason}"
+            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20}  {reason}"
 
 
-def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
-    """Changes with another best layout, then those without."""
+def _flip_lines(flips: Sequence[Flip], unchanged: str) -> Iterator[str]:
+    """Changes with another best layout, then those without, which ``unchanged`` names."""
     from unisono.planner.plan_page import layout_text
 
     yield "what would change the decision"
@@ -129,7 +129,7 @@ def _flip_lines(flips: Sequence[Flip]) -> Iterator[str]:
             best = "" if flip.best is None else f"{layout_text(flip.best)}, {flip.best.step_s:.4g} s"
             yield f"  {flip_text(flip):<24}{best or flip.reason}"
     if same := [flip_text(flip) for flip in flips if not flip.is_other]:
-        yield f"  the same layout with {', '.join(same)}"
+        yield f"  {unchanged} {', '.join(same)}"
 
 
 def flip_text(flip: Flip) -> str:

@@ -199,7 +199,7 @@ def _flips(answer: Answer) -> Section:
     rows = [
         [
             f"{flip.changed} x {flip.factor:g}",
-            "another" if flip.is_other else "the same",
+            "none" if flip.best is None else "another" if flip.is_other else "the same",
             layout_text(flip.best) if flip.best else flip.reason,
             f"{flip.best.step_s:.4g} s" if flip.best else "",
         ]
