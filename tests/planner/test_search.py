@@ -71,7 +71,8 @@ def test_more_memory_never_gives_a_slower_plan(each: Job) -> None:
 @pytest.mark.parametrize(
     "pins",
     [
-        {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"stages_per_rank": 2}, {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
+        {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"stages_per_rank": 2},
+        {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
         {"recompute": "full"}, {"tp": 2, "pp": 4},
     ],
     ids=str,
