@@ -68,6 +68,8 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
     assert "\ntry more devices or devices with more memory\n" in small.out
     pinned = desk.here("plan", *JOB, "--memory-gib", "2", "--pin", "recompute=none", "--pin", "micro_batch=2")
     assert "\ntry full recompute, a micro-batch of 1, more devices or devices with more memory\n" in pinned.out
+    assert "  no layout fits either with device memory x 0.5, device memory x 2, " in small.out
+    assert "the same layout" not in small.out
     large = json.loads(desk.here("plan", *JOB, "--memory-gib", "2000", "--json").out)
     assert large["best"]["layout"] == large["without_limit"]["layout"]
     assert "memory does not decide" in desk.here("plan", *JOB, "--memory-gib", "2000").out

@@ -326,5 +326,13 @@ def test_presets_are_found_however_they_are_written(written: str, preset: str) -
 def test_devices_are_found_however_they_are_written(written: str, preset: str) -> None:
     assert find_device(written) is DEVICES[preset]
     assert find_device("Abacus") is None
+
+
+@pytest.mark.parametrize("written", ["h1000", "H1000-PCIe", "A1000-40GB", "14090"])
+def test_a_longer_number_is_another_device(written: str) -> None:
+    assert find_device(written) is None
+
+
+def test_a_preset_that_is_not_there_is_none() -> None:
     assert find_preset("abacus-7b") is None
     assert find_preset("llama-3-8bb") is None

@@ -96,7 +96,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
             if is_pinned
         ]
         yield f"try {', '.join([*pins, 'more devices'])} or devices with more memory"
-        yield from _flip_lines(answer.sensitivity.perturbations)
+        yield from _flip_lines(answer.sensitivity.perturbations, "no layout fits either with")
         return
     yield from prediction_lines(found.best.layout, answer.prediction)
     for name, stage in answer.stages.items():
@@ -113,9 +113,9 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     if free.layout == found.best.layout:
         yield "memory does not decide: no other layout would be faster with more"
     else:
-        change = f"{free.step_s / found.best.step_s - 1:+.1%}"
-        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {change}, with {free.axes_text}"
-    yield from _flip_lines(answer.sensitivity.perturbations)
+        less = f"{1 - free.step_s / found.best.step_s:.1%}"
+        yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {less} less time, with {free.axes_text}"
+    yield from _flip_lines(answer.sensitivity.perturbations, "the same layout with")
     yield from _count_lines(answer.sensitivity.device_counts)
     yield "other values, each with the best of the other axes"
     for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
@@ -124,18 +124,18 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     if found.refused:
         yield "values that no layout has"
         for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
-            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20} {reason}"
+            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20}  {reason}"
 
 
-def _flip_lines(flips: Sequence[Perturbation]) -> Iterator[str]:
-    """Changes with another best layout, then those without."""
+def _flip_lines(flips: Sequence[Perturbation], unchanged: str) -> Iterator[str]:
+    """Changes with another best layout, then those without, which ``unchanged`` names."""
     yield "what would change the decision"
     for flip in flips:
         if flip.is_other:
             best = "" if flip.best is None else f"{flip.best.axes_text}, {flip.best.step_s:.4g} s"
             yield f"  {flip.text:<24}{best or flip.reason}"
     if same := [flip.text for flip in flips if not flip.is_other]:
-        yield f"  the same layout with {', '.join(same)}"
+        yield f"  {unchanged} {', '.join(same)}"
 
 
 def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:

@@ -101,8 +101,8 @@ DEVICES: Final[Mapping[str, Device]] = {device.name: device for device in _ALL}
 
 # first match wins
 _NAMES: Final = (
-    (r"H100.*(HBM2e|96GB)", "h100-hbm2e"),
-    (r"H100.*PCIe", "h100-pcie"),
+    (r"H100(?!\d).*(HBM2e|96GB)", "h100-hbm2e"),
+    (r"H100(?!\d).*PCIe", "h100-pcie"),
     (r"GH200", "gh200"),
     (r"GB300", "gb300"),
     (r"GB200", "gb200"),
@@ -111,7 +111,7 @@ _NAMES: Final = (
     (r"H800", "h800"),
     (r"H200", "h200"),
     (r"H100", "h100"),
-    (r"A100.*40", "a100-40"),
+    (r"A100(?!\d).*40", "a100-40"),
     (r"A100", "a100-80"),
     (r"V100", "v100"),
     (r"MI300X", "mi300x"),
@@ -131,6 +131,6 @@ def find_device(name: str) -> Device | None:
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     for pattern, preset in _NAMES:
-        if re.search(pattern, name, re.IGNORECASE):
+        if re.search(rf"(?<!\d){pattern}(?!\d)", name, re.IGNORECASE):  # H1000 is no H100
             return DEVICES[preset]
     return None

@@ -124,6 +124,9 @@ class Space:
             dp: Model replicas.
         """
         share = self.job.global_batch // dp
+        if pp == 1 and int(self.job.pins.get("stages_per_rank", 1)) > 1:
+            self._refuse("several stages per rank are those of a pipeline", pp=pp)
+            return
         for micro_batch in self._values("micro_batch"):
             if share % micro_batch:
                 self._refuse("it divides a replica's share of the global batch", micro_batch=micro_batch)

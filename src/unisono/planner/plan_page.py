@@ -195,7 +195,7 @@ def _flips(answer: Answer) -> Section:
     rows = [
         [
             flip.text,
-            "another" if flip.is_other else "the same",
+            "none" if flip.best is None else "another" if flip.is_other else "the same",
             flip.best.axes_text if flip.best else flip.reason,
             f"{flip.best.step_s:.4g} s" if flip.best else "",
         ]
