@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.run_facts import read_run
 from unisono.dist import Failure
-from unisono.errors import ConfigError, DataError
+from unisono.errors import ConfigError, DataError, PlanError
 from unisono.observe.host_memory import ProcessMemory, host_memory_limit_bytes, tensor_budget_bytes
 from unisono.plan.plan import Plan
 from unisono.storage.ownership import read_own_json
@@ -95,5 +95,5 @@ def _failures(run_dir: Path) -> Iterator[Failure]:
 def _num_ranks(run_dir: Path) -> int | None:
     try:
         return Plan.load(run_dir / PLAN_FILE).mesh.world_size
-    except (OSError, ConfigError):
+    except (OSError, PlanError):
         return None
