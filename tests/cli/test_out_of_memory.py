@@ -159,6 +159,29 @@ def test_without_a_report_nothing_is_traced(desk: Desk, tmp_path: Path) -> None:
     assert "traced" not in failed.err
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_run_that_ends_as_its_model_is_built_is_traced_with_what_it_was_started_with(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """Such a run has no configuration and no plan in its folder. Traced with the defaults, it would be another model."""
+    loaded = int(subprocess.run([sys.executable, "-c", ADDRESS_SPACE], capture_output=True, check=True).stdout) * 1024
+    limit = loaded + round(1.5 * GIB)
+    run_dir = tmp_path / "run"
+    large = {"model.dim": 1024, "model.num_layers": 16, "model.num_heads": 8, "model.num_kv_heads": 8}
+    large |= {"plan.micro_batch": 4, "plan.global_batch": 4}
+    given = [f"--set=run.dir={run_dir}", *settings(desk, tmp_path, **large)]
+    failed = unisono(desk, "train", *given, begin=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    assert failed.code == 1
+    assert not (run_dir / "config.toml").exists()
+    assert "its memory was not traced" not in failed.err
+    found = json.loads((run_dir / "logs" / "out-of-memory.json").read_text())
+    assert found["peak_bytes"] > 2 * GIB  # parameters, gradients and moments alone; the default model holds 0.1 GiB
+    refused = desk.here("plan", "fit", "--failed", str(run_dir))
+    assert refused.code == 2
+    assert "which has no config.toml" in refused.err
+
+
 def test_a_run_that_did_not_run_out_of_memory_is_refused(desk: Desk, trained: Path) -> None:
     refused = desk.here("plan", "fit", "--failed", str(trained))
     assert refused.code == 2

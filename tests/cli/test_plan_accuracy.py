@@ -14,7 +14,7 @@ from unisono.dist.interpreter import module_command
 from unisono.planner.plan_record import PLAN_RECORD_FILE, read_plan_record
 
 LENGTH = 14  # of which 12 steps are steady
-PINNED = ("--set=plan.micro_batch=2", "--set=plan.recompute=none", "--set=plan.compile=off")
+PINNED = ("--set=plan.micro_batch=2", "--set=plan.recompute=none")
 
 
 @pytest.fixture

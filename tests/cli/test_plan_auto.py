@@ -20,7 +20,6 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
 
 SMALL = (
-    "plan.compile=off",
     "model.dim=16",
     "model.num_heads=2",
     "data.seq_len=16",
@@ -51,7 +50,7 @@ def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
     changed = shown[shown.index(verdict) + 1 : -2]
     assert changed[0] == "with one setting changed:"
     assert any(line.startswith("  micro_batch=") for line in changed)
-    assert shown[-2] == "kept as given: plan.compile, plan.recompute"
+    assert shown[-2] == "kept as given: plan.recompute"
     assert shown[-1].endswith("fast.toml")
     assert desk.here("config", "show", "fast.toml").code == 0
     page = (desk.folder / "why.html").read_text()
@@ -62,7 +61,7 @@ def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
 @pytest.mark.usefixtures("here")
 def test_pinned_settings_stay_and_each_plan_has_a_time_or_a_reason(desk: Desk) -> None:
     outcome = json.loads(auto(desk, "--json", settings=("plan.micro_batch=4", "plan.recompute=full")).out)
-    assert outcome["pinned"] == ["compile", "micro_batch", "recompute"]
+    assert outcome["pinned"] == ["micro_batch", "recompute"]
     assert set(outcome["sources"]) == {
         "peak_bytes",
         "work_s",
@@ -76,20 +75,6 @@ def test_pinned_settings_stay_and_each_plan_has_a_time_or_a_reason(desk: Desk) -
     (candidate,) = outcome["candidates"]
     assert candidate["step_s"] == candidate["work_s"] + candidate["straggler_s"] + candidate["bubble_s"]
     assert candidate["refused"] is None
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("here")
-def test_the_fastest_is_compiled_where_that_pays(desk: Desk) -> None:
-    given = ("plan.recompute=none", "plan.micro_batch=2")
-    sets = [f"--set={setting}" for setting in (*SMALL[1:], *given)]
-    outcome = desk.here("plan", "auto", "--json", *sets)
-    assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out)
-    configured, compiled = found["candidates"]
-    assert (configured["settings"], compiled["settings"]) == ({}, {"plan.compile": "regional"})
-    pays = compiled["step_s"] * 1.01 < configured["step_s"]
-    assert found["settings"] == (compiled["settings"] if pays else {})
 
 
 @pytest.mark.usefixtures("here")

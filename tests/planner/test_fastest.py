@@ -33,7 +33,6 @@ class Trials:
 
     tp_speedup: float = 1.0
     ep_speedup: float = 1.0
-    compile_speedup: float = 1.0
     largest: float = math.inf
     timed: list[Plan] = field(default_factory=list)
 
@@ -53,7 +52,6 @@ class Trials:
         step_s /= self.tp_speedup if plan.mesh.tp > 1 else 1
         step_s += 0.2 * (plan.mesh.dp_shard > 1) + 0.4 * (plan.mesh.cp > 1)
         step_s /= self.ep_speedup if plan.mesh.ep > 1 else 1
-        step_s /= self.compile_speedup if plan.backend.compile != "off" else 1
         return [_timing(plan, place, step_s) for place in range(plan.mesh.pp)]
 
 
@@ -107,15 +105,6 @@ def test_the_configured_plan_stays_where_nothing_is_faster() -> None:
 
 def test_another_axis_is_taken_where_it_is_faster() -> None:
     assert search(Trials(tp_speedup=2), 100)[1].settings["tp"] == 2
-
-
-@pytest.mark.parametrize(("speedup", "compiles"), [(1.0, False), (1.005, False), (1.3, True)])
-def test_what_is_fastest_is_compiled_if_that_is_faster(speedup: float, compiles: bool) -> None:
-    found, best = search(Trials(compile_speedup=speedup), 100)
-    assert (best.settings.get("compile") == "regional") == compiles
-    assert any(candidate.settings.get("compile") for candidate in found.candidates)
-    found, best = search(Trials(compile_speedup=2), 100, pinned={"compile"})
-    assert not any(candidate.settings.get("compile") for candidate in found.candidates)
 
 
 @pytest.mark.parametrize(("num_experts", "ep"), [(0, 1), (3, 1), (8, 4)])

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from unisono.cli.common import trust_arguments
 from unisono.dist.interpreter import module_command
+from unisono.storage.run_folder import RUN_FILE
 
 _LIMIT_S: Final = 60.0
 _TRIED_S: Final = 40.0  # after that no further plan is traced: the last one may take some time
 
 
-def explain(run_dir: Path) -> None:
+def explain(run_dir: Path, configuration: Sequence[str]) -> None:
     """If the job in ``run_dir``, which has ended, ran out of memory: trace it in a process of its own, for a minute at most.
 
+    ``configuration`` are the arguments it was started with. They are read where it ended before its own files were written.
     That process also keeps what it finds in the run's folder. Nothing that goes wrong there is an error.
     """
     from unisono.diagnose.ending import read_ending
@@ -25,8 +28,11 @@ def explain(run_dir: Path) -> None:
     is_over, ending = read_ending(run_dir, since_s=0.0)
     if not is_over or ending is None or ending.kind != "out_of_memory":
         return
-    arguments = ["plan", "fit", "--failed", str(run_dir), *trust_arguments()]
-    again = f"unisono plan fit --failed {shlex.quote(str(run_dir))}"
+    failed = ["plan", "fit", "--failed", str(run_dir)]
+    if not (run_dir / RUN_FILE).exists():
+        failed += configuration
+    arguments = [*failed, *trust_arguments()]
+    again = shlex.join(["unisono", *failed])
     try:
         code, said = run_child(module_command("unisono", *arguments, f"--budget-s={_TRIED_S:g}"), timeout_s=_LIMIT_S)
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
 from unisono.errors import ConfigError, UnisonoError
 from unisono.storage.files import PRIVATE_MODE, write_atomically
-from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE
+from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ def fit(
     """
     check_overlay(config, overlay)
     if failed_run is not None and not config:
+        if not overrides and not (Path(failed_run) / RUN_FILE).exists():
+            raise ConfigError(
+                given=f"--failed {failed_run}, which has no {RUN_FILE}",
+                rule="without CONFIG the configuration is that of the run, which it writes before its first step",
+                consequence="nothing was traced",
+                nearest=f"unisono plan fit CONFIG --failed {failed_run}, with the CONFIG and the --set that the run had",
+            )
         overrides = (f"run.dir={json.dumps(failed_run)}", *overrides)
     resolved = load_run_config(config, overrides)
     failed = None

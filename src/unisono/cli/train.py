@@ -187,7 +187,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
         if code not in (0, REQUEUE) and resolved.value.observe.report:
             from unisono.cli.out_of_memory import explain
 
-            explain(run_dir)
+            explain(run_dir, arguments)
         return code
     return run_job(with_servers(command_line, options, run_dir), run_dir)
 

@@ -95,5 +95,5 @@ def _failures(run_dir: Path) -> Iterator[Failure]:
 def _num_ranks(run_dir: Path) -> int | None:
     try:
         return Plan.load(run_dir / PLAN_FILE).mesh.world_size
-    except PlanError:
+    except (OSError, PlanError):
         return None

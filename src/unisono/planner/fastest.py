@@ -1,9 +1,8 @@
 """The fastest plan of a configured run for the ranks of this host, among plans whose ranks are tried on one device.
 
 First each way to share the work between the ranks is tried as it is configured otherwise; one that does not fit is tried with
-smaller micro-batches and more recompute. Then the micro-batch and recompute of the fastest are changed as long as that pays, and
-it is compiled if that does. A plan is traced before it is timed, so that none is run that does not fit. What the user set stays
-as it is.
+smaller micro-batches and more recompute. Then the micro-batch and recompute of the fastest are changed as long as that pays. A
+plan is traced before it is timed, so that none is run that does not fit. What the user set stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from unisono.train.config import RunConfig
 from unisono.train.setup import resolve_plan
 
 _SHARED_FIELDS: Final = ("dp_shard", "zero", "tp", "sequence_parallel", "cp", "ep", "pp", "schedule")
-_SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute", "compile")
+_SEARCHED: Final = (*_SHARED_FIELDS, "micro_batch", "recompute")
 _STEP_S: Final = attrgetter("step_s")
 _GAIN: Final = 1.01  # what a change of micro-batch or recompute must bring: less lies within the scatter of times
 
@@ -109,14 +108,11 @@ class FastestPlanSearch:
             if faster.step_s * _GAIN > best.step_s:
                 break
             best = faster
-        if best is not None and "compile" not in self.pinned:
-            self._try({**best.settings, "compile": "regional"})
         return self._best()
 
     def _best(self) -> Candidate | None:
-        """The fastest; a compiled one only if it is faster by what must be gained."""
         timed = [candidate for candidate in self.candidates if candidate.timed is not None]
-        return min(timed, key=lambda each: each.step_s * (_GAIN if "compile" in each.settings else 1), default=None)
+        return min(timed, key=_STEP_S, default=None)
 
     def _ways_to_share(self) -> Iterator[dict[str, Any]]:
         """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first."""
