@@ -48,6 +48,7 @@ def test_a_single_process_searches_its_micro_batch(desk: Desk) -> None:
     assert shown[1].startswith("  as configured: ")
     (verdict,) = [line for line in shown if line.startswith("fastest: ")]
     changed = shown[shown.index(verdict) + 1 : -2]
+    assert changed.pop(0).startswith("nine of ten such steps take ")
     assert changed[0] == "with one setting changed:"
     assert any(line.startswith("  micro_batch=") for line in changed)
     assert shown[-2] == "kept as given: plan.recompute"

@@ -111,11 +111,3 @@ def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> N
     outcome = desk.here("plan", "fit", *arguments)
     assert outcome.code == 2
     assert said in outcome.err
-
-
-def test_settings_that_cannot_be_written_are_said(desk: Desk) -> None:
-    outcome = desk.here(
-        "plan", "fit", "--processes=1", "--apply=missing/new.toml", *(f"--set={each}" for each in SMALL)
-    )
-    assert outcome.code == 2
-    assert "so:   no settings were written" in outcome.err

@@ -172,6 +172,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     """Start this command line in every process of this host; return the exit code of the job."""
     from unisono.dist.interpreter import module_command
     from unisono.launch import LaunchOptions, launch_local
+    from unisono.launch.child import IS_CHILD
     from unisono.launch.job import run_job, with_servers
     from unisono.launch.options import SERVER_OPTIONS
 
@@ -184,7 +185,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
         if any(getattr(options, name) != getattr(LaunchOptions(), name) for name in SERVER_OPTIONS):
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
         code = launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
-        if code not in (0, REQUEUE) and resolved.value.observe.report:
+        if code not in (0, REQUEUE) and resolved.value.observe.report and IS_CHILD not in os.environ:
             from unisono.cli.out_of_memory import explain
 
             explain(run_dir, arguments)

@@ -16,6 +16,7 @@ from unisono.launch.workers import Reaper, foreign_variable
 
 _SHOWN_LINES: Final = 6
 _TAIL_BYTES: Final = 20_000
+IS_CHILD: Final = "UNISONO_IS_CHILD"  # set in commands of this package whose output it reads
 LAUNCHER: Final = "launch: "  # begins what a launcher says
 
 
@@ -33,7 +34,7 @@ def start_child(
     environ = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
     process = subprocess.Popen(
         list(command),
-        env={**environ, "PYTHONPATH": module_path(), **(variables or {})},
+        env={**environ, "PYTHONPATH": module_path(), IS_CHILD: "1", **(variables or {})},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -119,11 +119,11 @@ def opener(path: str, flags: int) -> int:
 def new_file(path: Path, *, mode: int = FILE_MODE) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
-    ``mode`` are the permissions of the new file, before the umask. Raises FileExistsError where ``path`` is a device, a pipe or a
-    socket, or leads to one: ``/dev/null`` would be gone for all. Another link is replaced, and what it leads to stays.
+    ``mode`` are the permissions of the new file, before the umask. Raises FileExistsError where ``path`` is a
+    device or leads to one: ``/dev/null`` would be gone for all. Another link is replaced, and what it leads to stays.
     """
-    if _is_special(path):
-        raise FileExistsError(errno.EEXIST, "a device, pipe or socket, which no file replaces", str(path))
+    if _is_device(path):
+        raise FileExistsError(errno.EEXIST, "a device, which no file replaces", str(path))
     temporary = temporary_name(path)
     try:
         with open_new(temporary, mode=mode) as file:
@@ -136,13 +136,13 @@ def new_file(path: Path, *, mode: int = FILE_MODE) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def _is_special(path: Path) -> bool:
-    """Whether ``path`` is, or leads to, something that is neither a file nor a folder."""
+def _is_device(path: Path) -> bool:
+    """Whether ``path`` is a device, or leads to one."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # nothing is there, or can be
         return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def copy_file(source: Path, target: Path) -> None:
