@@ -21,7 +21,7 @@ from unisono.plan.plan import Plan
 from unisono.planner.fastest import FastestPlanSearch, changes_in_words, pinned_options
 from unisono.planner.plan_record import Learned, used_axes
 from unisono.train.config import RunConfig
-from unisono.train.rank_timing import PassTime, RankTiming
+from unisono.train.rank_timing import PassDuration, RankTiming
 from unisono.train.setup import resolve_plan
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def _timing(plan: Plan, place: int, step_s: float) -> RankTiming:
     stages = tuple(stage_index(schedule, plan.mesh.pp, place, chunk) for chunk in range(chunks))
     each_s = step_s / plan.batch.accumulation / chunks / 3
     parts: dict[Kind, float] = {"F": 1, "I": 1, "W": 1} if schedule == "zbv" else {"F": 1, "B": 2}
-    passes = tuple(PassTime(kind, stage, part * each_s) for stage in stages for kind, part in parts.items())
+    passes = tuple(PassDuration(kind, stage, part * each_s) for stage in stages for kind, part in parts.items())
     return RankTiming(
         rank=place,
         stages=stages,

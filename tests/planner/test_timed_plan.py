@@ -20,7 +20,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.resolve import derive_plan
 from unisono.planner.timed_plan import predict_step
-from unisono.train.rank_timing import PassTime, RankTiming
+from unisono.train.rank_timing import PassDuration, RankTiming
 
 STEPS = 4
 SIZES = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tied": False}
@@ -152,7 +152,7 @@ def test_stages_wait_for_each_other(schedule: Any, passes: float) -> None:
         replace(
             timing(4 * 0.6 + 0.1, rank=rank),
             passes=tuple(
-                PassTime(kind, stage, seconds / chunks)
+                PassDuration(kind, stage, seconds / chunks)
                 for stage in range(2 * chunks)
                 for kind, seconds in (("F", 0.2), ("B", 0.4), ("I", 0.2), ("W", 0.2))
                 if (kind in "FIW" if schedule == "zbv" else kind in "FB")
@@ -170,8 +170,10 @@ def test_stages_wait_for_each_other(schedule: Any, passes: float) -> None:
 def test_a_stage_waits_for_messages_and_for_a_slower_stage() -> None:
     given = plan(pp=2, schedule="1f1b", global_batch=8, micro_batch=2)
     timings = [
-        replace(timing(4 * 0.3, group("pp", "send")), passes=(PassTime("F", 0, 0.1), PassTime("B", 0, 0.2))),
-        replace(timing(4 * 0.6, group("pp", "send"), rank=1), passes=(PassTime("F", 1, 0.2), PassTime("B", 1, 0.4))),
+        replace(timing(4 * 0.3, group("pp", "send")), passes=(PassDuration("F", 0, 0.1), PassDuration("B", 0, 0.2))),
+        replace(
+            timing(4 * 0.6, group("pp", "send"), rank=1), passes=(PassDuration("F", 1, 0.2), PassDuration("B", 1, 0.4))
+        ),
     ]
     predicted = predict_step(given, timings, LINKS)
     assert predicted.communication_s == {}

@@ -45,7 +45,7 @@ _LEAST_STEPS: Final = 3
 _MOST_STEPS: Final = 50
 
 
-class PassTime(NamedTuple):
+class PassDuration(NamedTuple):
     """Seconds that one micro-batch takes in a kind of pass of a pipeline stage, the median. Of kind F, B, I or W (``Action``)."""
 
     kind: Kind
@@ -73,7 +73,7 @@ class RankTiming:
     steps: int
     spread_frac: float
     traffic: tuple[GroupTraffic, ...]
-    passes: tuple[PassTime, ...] = ()
+    passes: tuple[PassDuration, ...] = ()
 
 
 def time_ranks(
@@ -143,7 +143,7 @@ def _time_steps(parts: RunParts, budget_s: float) -> RankTiming:
     )
 
 
-def _times_of_passes(parts: RunParts, train_step: TrainStep, batch: StepBatch) -> Iterator[PassTime]:
+def _times_of_passes(parts: RunParts, train_step: TrainStep, batch: StepBatch) -> Iterator[PassDuration]:
     """In steps of their own, as an accelerator must be waited for before and after each pass."""
     pipeline = train_step.forward_backward.pipeline
     if pipeline is None:
@@ -163,7 +163,7 @@ def _times_of_passes(parts: RunParts, train_step: TrainStep, batch: StepBatch) -
     for _ in range(_LEAST_STEPS):
         train_step.run(batch)
     for (kind, stage), taken in sorted(seconds.items()):
-        yield PassTime(kind, stage, statistics.median(taken))
+        yield PassDuration(kind, stage, statistics.median(taken))
 
 
 def _traffic_of_a_step(parts: RunParts, train_step: TrainStep, batch: StepBatch) -> list[GroupTraffic]:
