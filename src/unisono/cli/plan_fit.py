@@ -106,13 +106,13 @@ def fit(
     num_ranks = processes or (failed and failed.num_ranks) or max(1, resolved.value.launch.num_processes)
     device = find_device(resolved.value.plan.device, 0)
     measured = None if failed is None else failed.budget_bytes(num_ranks)
-    budget = (
-        round(memory_gib * _GIB)
-        if memory_gib
-        else memory_budget_bytes(device, num_ranks)
-        if measured is None
-        else measured
-    )
+    if memory_gib:
+        budget = round(memory_gib * _GIB)
+    elif measured is not None:
+        budget = measured
+    else:
+        # what kernels and the allocator took of a rank that was killed is not known: half is left to them
+        budget = memory_budget_bytes(device, num_ranks) // (1 if failed is None else 2)
 
     def show(rung: Rung) -> None:
         if failed is not None and len(ladder.rungs) == 1 and not as_json:
