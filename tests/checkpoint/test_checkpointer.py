@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -346,6 +347,43 @@ def test_a_checkpoint_is_only_pruned_after_a_newer_one_is_committed(tmp_path):
     checkpointer.close()
     assert there == [*((point, [1]) for point in POINTS), ("after_commit", [1, 2])]
     assert committed(tmp_path) == [2]
+
+
+def test_a_step_stays_committed_if_the_older_ones_could_not_be_deleted(tmp_path, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    log = Log()
+    checkpointer = make(tmp_path, emit=log, keep_last=1)
+    monkeypatch.setattr("unisono.checkpoint.writer.expired_checkpoints", fails)
+    checkpointer.save(2, mixed_state(), {}, {})
+    checkpointer.wait_committed(2, resumed_step=None)
+    checkpointer.close()
+    assert (committed(tmp_path), log.kinds) == ([2], ["checkpoint_saved"])
+    assert log.events[0][1]["retention_problem"] == "out of memory"
+
+
+def test_reading_a_checkpoint_takes_memory_for_what_its_manifest_holds(tmp_path):
+    save_steps(tmp_path, 1)
+    open_checkpoint(tmp_path / "step-00000001")  # the decoder is made once
+    tracemalloc.start()
+    try:
+        open_checkpoint(tmp_path / "step-00000001")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_error_of_a_last_step_that_is_not_committed_says_why(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    checkpointer = make(tmp_path, fault=raising("mid_shard", full))
+    checkpointer.save(3, mixed_state(), {}, {})
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.wait_committed(3, resumed_step=2)
+    checkpointer.close()
+    last, cause = caught.value.problems
+    assert "the checkpoint of the last step, 3, could not be written" in last.given
+    assert "No space left on device" in cause.given
 
 
 def test_a_committed_step_is_never_overwritten(tmp_path):

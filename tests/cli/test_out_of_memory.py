@@ -92,7 +92,7 @@ def test_the_named_change_trains_under_the_limit_that_the_run_failed_under(
     desk: Desk, tmp_path: Path, ranks: int
 ) -> None:
     loaded = int(subprocess.run([sys.executable, "-c", ADDRESS_SPACE], capture_output=True, check=True).stdout) * 1024
-    limit = loaded + round(2.2 * GIB)
+    limit = loaded + round(1.5 * GIB)
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from unisono.launch import LaunchOptions
 from unisono.launch.resources import (
+    FRUGAL_ALLOCATOR,
     TUNED_ALLOCATOR,
     Core,
     allowed_cores,
@@ -82,6 +83,13 @@ def test_allocator_settings_are_explicit_and_the_users_own_stay() -> None:
     kept = divide_host(LaunchOptions(num_processes=1), {"MALLOC_TOP_PAD_": "1"})
     assert kept.allocator["MALLOC_TOP_PAD_"] == "1"
     assert divide_host(LaunchOptions(num_processes=1, allocator="system"), {}).allocator == {}
+
+
+def test_under_a_limit_of_the_address_space_freed_tensors_give_their_addresses_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("unisono.launch.resources.address_space_limit_bytes", lambda: 2**32)
+    assert divide_host(LaunchOptions(num_processes=1), {}).allocator == FRUGAL_ALLOCATOR
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_a_save_that_fails_is_told_and_ends_the_loop(
     checkpoints.wait()
     (tmp_path / "step-00000002").write_text("in the way")
     checkpoints.save(2)
-    with pytest.raises(CheckpointError, match="the checkpoint of step 2, which could not be written"), checkpoints:
+    with pytest.raises(CheckpointError, match="the checkpoint of the last step, 2, could not be written"), checkpoints:
         pass
     assert "checkpoint_failed step=2" in capsys.readouterr().err
 

@@ -171,6 +171,27 @@ class Checkpointer:
         self._finish()
         self._raise_after_max_failures()
 
+    def wait_committed(self, step: int, *, resumed_step: int | None) -> None:
+        """Wait for an unfinished save and for uploads, then check that ``step`` is committed, or is the ``resumed_step``.
+
+        Raises:
+            CheckpointError: It could not be written, and why. As ``wait``.
+        """
+        self.wait()
+        self.finish_uploads()
+        if step not in (self.committed_step, resumed_step):
+            committed = self.committed_step
+            newest = "that of an earlier run, if any" if committed is None else f"that of step {committed}"
+            raise CheckpointError(
+                Problem(
+                    given=f"the checkpoint of the last step, {step}, could not be written to {self.root}",
+                    rule="a run ends with its last state committed",
+                    consequence=f"the newest committed state is {newest}",
+                    nearest="repair what is named below, and start again: the steps since then are repeated",
+                ),
+                *(self._failed[-1] if self._failed else ()),
+            )
+
     def finish_uploads(self) -> None:
         """Return when committed checkpoints are at ``upload_to``, or have failed for the last time, which an event reports."""
         if self._uploader is not None:

@@ -116,15 +116,23 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
     """The problems of a failed save; ``what`` names the operation."""
     if isinstance(error, UnisonoError):
         return list(error.problems)
-    reason = os_reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return [
         Problem(
-            given=f"{what}: {reason}",
+            given=f"{what}: {reason_of(error)}",
             rule="a checkpoint counts only when every rank has written all of it",
             consequence="nothing was committed; earlier checkpoints are untouched",
             nearest="free space or repair the storage; the next save tries again",
         )
     ]
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, as text."""
+    if isinstance(error, OSError):
+        return os_reason(error)
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
 
 
 def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:

@@ -33,7 +33,7 @@ from unisono.checkpoint.manifest import (
 from unisono.checkpoint.safetensors_format import TensorExtent, dtype_from_code, header_length, num_bytes, parse_header
 from unisono.errors import CheckpointError, nearest_name
 from unisono.storage.files import os_reason
-from unisono.storage.limits import MAX_JSON_BYTES
+from unisono.storage.limits import MAX_JSON_BYTES, read_open
 
 
 class CheckpointDamage(ValueError):
@@ -293,7 +293,7 @@ def _small_file(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
             raise CheckpointDamage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
         with open(fd, "rb", closefd=False) as file:
-            return file.read(MAX_JSON_BYTES)
+            return read_open(file, MAX_JSON_BYTES)
     finally:
         os.close(fd)
 

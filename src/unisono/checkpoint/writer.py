@@ -22,6 +22,7 @@ from unisono.checkpoint.commit import (
     create_temporary_directory,
     describe_pieces,
     problems_of,
+    reason_of,
     shard_entries,
     tensor_table,
 )
@@ -41,8 +42,7 @@ from unisono.checkpoint.options import CheckpointOptions
 from unisono.checkpoint.reader import read_manifest
 from unisono.checkpoint.shard_assignment import ShardFileLayout
 from unisono.dist import World
-from unisono.errors import CheckpointError, Problem, UnisonoError
-from unisono.storage.files import os_reason
+from unisono.errors import CheckpointError, Problem
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,8 +145,8 @@ class SaveWriter:
             self._scores[save.step] = save.score
             try:
                 self._prune(save.step)
-            except (OSError, UnisonoError) as caught:
-                save.retention_problem = os_reason(caught) if isinstance(caught, OSError) else str(caught)
+            except Exception as caught:  # the step is committed, so this is no failed save
+                save.retention_problem = reason_of(caught)
 
     def discard(self, save: Save) -> None:
         """Delete the files of a failed save; the next attempt deletes the rest when it starts."""

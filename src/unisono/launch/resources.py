@@ -23,19 +23,25 @@ import psutil
 from unisono.device.npu_smi import VISIBLE_VARIABLE
 from unisono.dist.interpreter import code_command
 from unisono.launch.options import LaunchOptions
+from unisono.observe.host_memory import address_space_limit_bytes
 
 _SYSFS = Path("/sys/devices/system")
 
 
 # glibc hands large blocks back to the kernel on every free, and each step faults its activations in again, page by page
 # (measured: 140 000 faults a step become 13). These keep freed memory in the process, in huge pages where the kernel
-# allows them by madvise; the price is a resident size that stays near its peak. Other allocators ignore them.
+# allows them by madvise; the price is a resident size that stays near its peak, and address space: the heap grows by 256 MiB
+# at once, and its gaps stay. Other allocators ignore them.
 TUNED_ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "268435456",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+
+# Under ``ulimit -v`` the opposite: each tensor of 1 MiB or more is mapped alone and gives its addresses back when freed, so what
+# tensors need decides what fits; few arenas, as each takes 64 MiB of addresses.
+FRUGAL_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -90,7 +96,7 @@ def divide_host(
     threads, threads_from = _threads(options, environ, usable, processes)
     waiting, waiting_from = _waiting(environ, threads, host_busy_frac() if busy_frac is None else busy_frac)
     affinity, numa = _affinity(processes)
-    allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
+    allocator = tuned_allocator() if options.allocator == "tuned" else {}
     return ResourceShare(
         processes=processes,
         threads=threads,
@@ -103,6 +109,11 @@ def divide_host(
         cores_allowed=len(cores),
         cpu_quota=quota,
     )
+
+
+def tuned_allocator() -> dict[str, str]:
+    """Variables of the C allocator for speed; under ``ulimit -v`` for few addresses."""
+    return dict(TUNED_ALLOCATOR if address_space_limit_bytes() is None else FRUGAL_ALLOCATOR)
 
 
 def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:

@@ -11,6 +11,9 @@ from typing import Final
 
 import psutil
 
+# Addresses that a process takes once it trains, beside tensors: an arena of the C allocator for the threads of the backward pass,
+# and code that kernels generate at their first call. Measured: 0.01 to 0.05 GiB (docs/log.md).
+_TRAINING_ADDRESSES_BYTES: Final = 1 << 27
 _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as the largest page-aligned number
 
 
@@ -85,7 +88,7 @@ def tensor_budget_bytes(
     """
     budget = limit_bytes // num_ranks - beside.resident_bytes
     if address_space_limit_bytes is not None:
-        budget = min(budget, address_space_limit_bytes - beside.address_space_bytes)
+        budget = min(budget, address_space_limit_bytes - beside.address_space_bytes - _TRAINING_ADDRESSES_BYTES)
     return max(0, budget)
 
 

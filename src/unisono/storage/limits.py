@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from unisono.storage.files import open_regular
 
@@ -155,7 +155,7 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
         ValueError: As ``decode_json``.
     """
     with open_regular(path) as file:
-        return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
+        return decode_json(read_open(file, max_bytes), decode, max_bytes=max_bytes)
 
 
 def read_limited(path: Path, max_bytes: int, *, flags: int = 0) -> bytes:
@@ -166,12 +166,21 @@ def read_limited(path: Path, max_bytes: int, *, flags: int = 0) -> bytes:
         LimitError: It has more bytes.
     """
     with open_regular(path, flags=flags) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise LimitError(f"more than {max_bytes:,} bytes")
-        content = file.read(size + 1)  # not all that the limit allows: a read takes its bytes beforehand
-        if len(content) > size:  # it grows, or its file system does not know its size
-            content += file.read(max_bytes + 1 - len(content)) if len(content) <= max_bytes else b""
+        return read_open(file, max_bytes)
+
+
+def read_open(file: BinaryIO, max_bytes: int) -> bytes:
+    """All bytes of an open regular file, from its position, at most ``max_bytes``. Takes memory for no more than it has.
+
+    Raises:
+        LimitError: It has more bytes.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size > max_bytes:
+        raise LimitError(f"more than {max_bytes:,} bytes")
+    content = file.read(size + 1)  # not all that the limit allows: a read takes its bytes beforehand
+    if len(content) > size:  # it grows, or its file system does not know its size
+        content += file.read(max_bytes + 1 - len(content)) if len(content) <= max_bytes else b""
     if len(content) > max_bytes:
         raise LimitError(f"more than {max_bytes:,} bytes")
     return content

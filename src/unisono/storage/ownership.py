@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import open_new, open_regular, temporary_name
-from unisono.storage.limits import MAX_JSON_BYTES, decode_json
+from unisono.storage.limits import MAX_JSON_BYTES, decode_json, read_open
 
 
 def untrusted_reason(path: Path) -> str:
@@ -63,9 +63,7 @@ def read_own_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, ma
         ValueError: As ``decode_json``.
     """
     with open_own(path) as file:
-        # a read takes memory for all that it asks for, which a process that ran out of it has not
-        size = min(max_bytes, os.fstat(file.fileno()).st_size)
-        return decode_json(file.read(size + 1), decode, max_bytes=max_bytes)
+        return decode_json(read_open(file, max_bytes), decode, max_bytes=max_bytes)
 
 
 def make_and_check_folder(path: Path, *, mode: int) -> str:

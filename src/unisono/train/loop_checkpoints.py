@@ -133,16 +133,7 @@ class LoopCheckpoints:
 
     def wait(self) -> None:
         """Return when the save that was begun is committed. Raises CheckpointError if it could not be written."""
-        self._checkpointer.wait()
-        committed = self._checkpointer.committed_step
-        if self._saved_step not in (committed, self._resumed_step):
-            raise CheckpointError(
-                given=f"the checkpoint of step {self._saved_step}, which could not be written to {self._root}",
-                rule="a loop ends with its last checkpoint committed",
-                consequence="the newest committed state is "
-                + ("that of an earlier run, if any" if committed is None else f"that of step {committed}"),
-                nearest="free space in that folder and start again: the steps since then are repeated",
-            )
+        self._checkpointer.wait_committed(self._saved_step, resumed_step=self._resumed_step)
 
     def close(self) -> None:
         """Finish a save that is under way."""

@@ -190,17 +190,7 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Return when the current step is committed. Raises CheckpointError if it could not be written."""
         with at_work("a wait for a save", silent=True):
-            self._checkpointer.wait()
-            self._checkpointer.finish_uploads()
-        step, committed = self._state.step, self._checkpointer.committed_step
-        if step not in (committed, self._resumed_step):
-            raise CheckpointError(
-                given=f"the checkpoint of the last step, {step}, could not be written to {self._root.parent}",
-                rule="a run ends with its state committed",
-                consequence="the newest committed state is "
-                + (f"that of step {committed}" if committed is not None else "that of an earlier run"),
-                nearest="free space in that folder and start again: the steps since then are repeated",
-            )
+            self._checkpointer.wait_committed(self._state.step, resumed_step=self._resumed_step)
 
     def close(self) -> None:
         """Finish a save that is under way."""

@@ -59,7 +59,7 @@ from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, open_regular, write_atomically
-from unisono.storage.limits import MAX_JSON_BYTES, decode_json
+from unisono.storage.limits import MAX_JSON_BYTES, decode_json, read_open
 from unisono.storage.ownership import make_own_folder, read_own_json, untrusted_reason
 
 _FORMAT = 1
@@ -409,7 +409,7 @@ def _open(folder: Path, inputs: _Inputs, *, from_cache: bool, rebuild_reason: st
     path = folder / "set.json"
     try:
         with open_regular(path) as file:
-            digest, _, content = file.read(MAX_JSON_BYTES).partition(b"\n")
+            digest, _, content = read_open(file, MAX_JSON_BYTES).partition(b"\n")
         if xxhash.xxh3_128_hexdigest(content).encode() != digest:
             raise _damaged(f"{path} does not match its digest")
         stored: _StoredSet = decode_json(content, _SET.decode)

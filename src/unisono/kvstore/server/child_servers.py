@@ -23,7 +23,7 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.dist.secret import job_secret, secret_descriptor
 from unisono.errors import LaunchError
 from unisono.exit_codes import FATAL, USER_ERROR
-from unisono.launch.resources import TUNED_ALLOCATOR
+from unisono.launch.resources import tuned_allocator
 
 if TYPE_CHECKING:
     from unisono.dist import World
@@ -101,7 +101,7 @@ def child_environ() -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": module_path()}
+    return {**tuned_allocator(), **inherited, **threads, "PYTHONPATH": module_path()}
 
 
 def exit_with_parent() -> None:
