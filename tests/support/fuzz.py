@@ -443,6 +443,15 @@ FORMATS: dict[str, Format] = {
     "bert": Format(
         reader="bert", file="m", make=files.bert, mutated=("m/config.json", "m/model.safetensors"), text=True
     ),
+    "mxnet_params": Format(
+        reader="weights", file="named.params", make=files.weights("named.params"), mutated=("named.params",)
+    ),
+    "mxnet_npz": Format(
+        reader="weights", file="numpy-mode.params", make=files.weights("numpy-mode.params"), mutated=("numpy-mode.params",)
+    ),
+    "mindspore_checkpoint": Format(
+        reader="weights", file="all.ckpt", make=files.weights("all.ckpt"), mutated=("all.ckpt",), reseal=files.reseal_crc
+    ),
     "snapshot": Format(
         reader="snapshot", file="s", make=files.snapshots, text=True, rows="same",
         mutated=("s/snapshot-00000001/state.json", "s/snapshot-00000001/state.safetensors"),

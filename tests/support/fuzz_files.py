@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -239,3 +241,15 @@ def ending_packing(folder: Path) -> None:
 
     with suppress(KeyboardInterrupt), patch.object(PartialTarget, "commit", side_effect=KeyboardInterrupt):
         run_packing_job(folder)
+
+
+def weights(name: str) -> Callable[[Path], object]:
+    """A file of weights that MXNet, MindSpore or NumPy has written."""
+    return partial(shutil.copy, Path(__file__).parents[1] / "interop" / "fixtures" / name)
+
+
+def reseal_crc(folder: Path, name: str) -> None:
+    """The CRC-32 at the end of a checkpoint of MindSpore, where there is still one."""
+    content, mark, _ = (folder / name).read_bytes().rpartition(b"crc_num")
+    if mark:
+        (folder / name).write_bytes(content + mark + zlib.crc32(content).to_bytes(10, "big"))

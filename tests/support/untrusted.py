@@ -406,6 +406,14 @@ def _mindrecord_encrypted(path: Path) -> Iterable[Any]:
     return MindRecordFile(path, key=KEY)
 
 
+def _weights(path: Path) -> Iterable[Any]:
+    """Weights of MXNet or MindSpore."""
+    from unisono.interop.weight_file import open_weights
+
+    with open_weights(path) as weights:
+        return [[name, str(tensor.dtype), list(tensor.load().shape)] for name, tensor in weights.tensors.items()]
+
+
 def _packing(path: Path) -> Iterable[Any]:
     """A packing job that is continued."""
     from fuzz_files import run_packing_job
@@ -438,6 +446,7 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "pretrained_model": _pretrained_model,
     "bert": _bert,
     "snapshot": _snapshot,
+    "weights": _weights,
     "optimizer_states": _optimizer_states,
     "mindrecord_encrypted": _mindrecord_encrypted,
     "packing": _packing,

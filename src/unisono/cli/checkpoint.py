@@ -1,15 +1,18 @@
-"""``unisono checkpoint``: lists, verifies, converts and exports checkpoints."""
+"""``unisono checkpoint``: lists, verifies, converts, exports and imports checkpoints."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from unisono.cli.common import (
     ExpandedPath,
     FiniteRange,
+    check_output,
     chosen_checkpoint,
     common_options,
     load_run,
@@ -19,13 +22,21 @@ from unisono.cli.common import (
     trusts_python,
 )
 from unisono.cli.own_code import read_code, takes_model
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, ConfigError
+from unisono.sanitize import printable
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
+from unisono.storage.write_errors import explained_write_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_SUFFIXES: Final = {".params": "mxnet", ".ckpt": "mindspore"}
 
 
 @click.group("checkpoint")
 def command() -> None:
-    """List, verify, convert, export checkpoints."""
+    """List, verify, convert, export, import checkpoints."""
 
 
 @command.command("ls")
@@ -121,11 +132,19 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 @takes_checkpoint
 @takes_model
 @click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["huggingface", *_SUFFIXES.values()]),
+    default="huggingface",
+    show_default=True,
+    help="A folder that transformers loads, or one file with the model's own names: MXNet's .params, MindSpore's .ckpt.",
+)
+@click.option(
     "--max-shard-gib",
     type=FiniteRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="Most GiB of tensors in one file; above it there are several, and an index.",
+    help="Most GiB of tensors in one file of a folder; above it there are several, and an index.",
 )
 @trusts_python
 @common_options
@@ -135,15 +154,21 @@ def export_model(
     checkpoint: str | None,
     best: bool,
     model: str | None,
+    kind: str,
     max_shard_gib: float,
     as_json: bool,
 ) -> None:
-    """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export).
+    """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export), or as one file.
 
     One tensor is in memory at a time; only a model whose construction reads its own values is built whole.
     The folder of a Python script's run holds no code: --model names it.
     """
     require_run(run_dir)
+    file: Path | None = None
+    if kind in _SUFFIXES.values():
+        suffix = next(suffix for suffix, name in _SUFFIXES.items() if name == kind)
+        file = Path(target) if target else Path(run_dir) / f"export{suffix}"
+        check_output("TARGET", file, consequence="nothing was exported")
     config = load_run(run_dir, **read_code(model=model)).value
     checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.cli.rank import export_run
@@ -155,13 +180,83 @@ def export_model(
     tokenizer = find_tokenizer(config)
     snapshot = open_run_checkpoint(config, join_world(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
     module = empty_model(config, tokenizer)
-    folder = export_run(
-        module,
-        config,
-        tokenizer,
-        Path(target) if target else None,
-        read=tensor_reader(module, snapshot),
-        max_shard_bytes=int(max_shard_gib * 2**30),
-    )
-    text = f"step {snapshot.step} exported to {folder}"
-    print_result(as_json, {"run_dir": run_dir, "step": snapshot.step, "path": str(folder)}, text)
+    read = tensor_reader(module, snapshot)
+    if file is not None:
+        path = _export_file(file, kind, module, read)
+    else:
+        path = export_run(
+            module,
+            config,
+            tokenizer,
+            Path(target) if target else None,
+            read=read,
+            max_shard_bytes=int(max_shard_gib * 2**30),
+        )
+    text = f"step {snapshot.step} exported to {path}"
+    print_result(as_json, {"run_dir": run_dir, "step": snapshot.step, "path": str(path)}, text)
+
+
+def _export_file(file: Path, kind: str, module: nn.Module, read: Callable[[str, Tensor], None]) -> Path:
+    """Write the model's tensors, under its own names, to a file of another framework."""
+    import torch
+
+    from unisono.interop.weight_file import write_weights_file
+
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+
+    def values(name: str) -> Tensor:
+        out = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
+        read(name, out)
+        return out
+
+    with explained_write_errors(file.parent, consequence="nothing was exported", other_name="another file"):
+        write_weights_file(file, kind, [(name, t.dtype, t.shape) for name, t in tensors.items()], values)
+    return file
+
+
+@command.command("import")
+@click.argument("source", type=ExpandedPath(path_type=Path))
+@click.option(
+    "--out",
+    required=True,
+    type=ExpandedPath(dir_okay=False, path_type=Path),
+    help="The new file: NAME.safetensors, or in another format NAME.params or NAME.ckpt.",
+)
+@common_options
+def import_file(source: Path, out: Path, as_json: bool) -> None:
+    """Write the weights in SOURCE, a file of MXNet (.params) or MindSpore (.ckpt, .safetensors), again as safetensors.
+
+    Names and values stay, but for arg: and aux: before names of MXNet. Sparse arrays become dense. Nothing in SOURCE is run.
+    """
+    kind = {".safetensors": "safetensors", **_SUFFIXES}.get(out.suffix)
+    if kind is None:
+        raise ConfigError(
+            given=f"--out {out}",
+            rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format",
+            consequence="nothing was written",
+            nearest=str(out.with_suffix(".safetensors")),
+        )
+    check_output("--out", out, consequence="nothing was written")
+    from unisono.interop.weight_file import open_weights, write_weights_file
+
+    with open_weights(source) as weights:
+        tensors = weights.tensors
+        with explained_write_errors(out.parent, consequence="nothing was written", other_name="another file (--out)"):
+            layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+            write_weights_file(out, kind, layout, lambda name: tensors[name].load())
+        num_bytes, texts = out.stat().st_size, dict(weights.texts)
+        result = {
+            "source": str(source),
+            "format": weights.format,
+            "path": str(out),
+            "bytes": num_bytes,
+            "tensors": {
+                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+                for name, tensor in tensors.items()
+            },
+            "texts": texts,
+        }
+    text = f"{len(tensors)} tensors of {source} ({weights.format}) written to {out}, {num_bytes / 2**20:.1f} MiB"
+    if texts:
+        text += f"; text that no tensor holds: {', '.join(texts)}"
+    print_result(as_json, result, printable(text))

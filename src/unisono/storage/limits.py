@@ -76,6 +76,10 @@ MAX_SIDECAR_HEAD_BYTES: Final = 1 << 20
 MAX_MINDRECORD_HEADER_BYTES: Final = 128 << 20
 MAX_MINDRECORD_SHARDS: Final = 4096
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
+# files of weights: tensors; bytes of one that is stored sparse or compressed, at least, and for each byte that is stored
+MAX_TENSORS: Final = 1 << 20
+MAX_TENSOR_BYTES: Final = 1 << 30
+MAX_TENSOR_EXPANSION: Final = 1_000
 # the folder of a pretrained model: bytes of each JSON file; layers of one or of a run, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
 MAX_UNCOUNTED_LAYERS: Final = 1_000
@@ -256,3 +260,12 @@ def check_count(number: int, what: str = "columns") -> None:
     """Raise LimitError for more than MAX_COLUMNS of what is counted, such as the columns of a row or the values of a list."""
     if number > MAX_COLUMNS:
         raise LimitError(f"{number:,} {what}, where {MAX_COLUMNS:,} are the most")
+
+
+def check_expansion(num_bytes: int, stored_bytes: int, what: str) -> None:
+    """Raise LimitError for a tensor of ``num_bytes`` that a file has in so few ``stored_bytes`` that it is no model's."""
+    most = max(MAX_TENSOR_BYTES, MAX_TENSOR_EXPANSION * stored_bytes)
+    if num_bytes > most:
+        raise LimitError(
+            f"{what} of {stored_bytes:,} bytes that takes {num_bytes:,} in memory, where {most:,} are the most"
+        )

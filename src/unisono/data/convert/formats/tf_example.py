@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_RECORD_BYTES, LimitError, check_count
+from unisono.storage.protobuf import BYTES, FIXED32, VARINT, fields
 
 _STRETCH: Final = 1 << 16  # bytes of varints decoded at once: what is computed on the way takes 60 times their size
-_VARINT, _BYTES, _FIXED32 = 0, 2, 5
 FeatureValues = list[bytes] | NDArray[Any]
 
 
@@ -40,8 +40,8 @@ def read_example(data: bytes) -> dict[str, FeatureValues]:
 def _entry(entry: memoryview) -> tuple[str, FeatureValues]:
     name: str | None = None
     values: FeatureValues | None = None
-    for number, kind, content in _fields(entry):
-        if kind != _BYTES or number not in (1, 2) or (name if number == 1 else values) is not None:
+    for number, kind, content in fields(entry):
+        if kind != BYTES or number not in (1, 2) or (name if number == 1 else values) is not None:
             raise ValueError(f"a feature's entry has field {number} of wire type {kind}")
         if number == 1:
             name = bytes(content).decode()
@@ -53,8 +53,8 @@ def _entry(entry: memoryview) -> tuple[str, FeatureValues]:
 
 
 def _feature(feature: memoryview) -> FeatureValues:
-    lists = list(islice(_fields(feature), 2))
-    if len(lists) != 1 or lists[0][1] != _BYTES or lists[0][0] not in _READERS:
+    lists = list(islice(fields(feature), 2))
+    if len(lists) != 1 or lists[0][1] != BYTES or lists[0][0] not in _READERS:
         raise ValueError("a feature is one list of bytes, floats or ints")
     return _READERS[lists[0][0]](lists[0][2])
 
@@ -71,27 +71,27 @@ def _bytes_list(content: memoryview) -> list[bytes]:
 def _float_list(content: memoryview) -> NDArray[Any]:
     if len(content) % 5 == 0:  # unpacked: a tag before each, decoded at once
         cells = np.frombuffer(content, np.uint8).reshape(-1, 5)
-        if (cells[:, 0] == (1 << 3 | _FIXED32)).all():
+        if (cells[:, 0] == (1 << 3 | FIXED32)).all():
             return np.ascontiguousarray(cells[:, 1:]).view("<f4").reshape(-1).astype(np.float32)
-    return np.frombuffer(_numbers(content, _FIXED32, 4, "floats"), "<f4").astype(np.float32)
+    return np.frombuffer(_numbers(content, FIXED32, 4, "floats"), "<f4").astype(np.float32)
 
 
 def _int_list(content: memoryview) -> NDArray[Any]:
     if len(content) and content[0] == (
-        1 << 3 | _VARINT
+        1 << 3 | VARINT
     ):  # unpacked: a tag, which is a varint too, before each; decoded at once
         numbers = _varints(np.frombuffer(content, np.uint8))
-        if len(numbers) % 2 == 0 and (numbers[::2] == (1 << 3 | _VARINT)).all():
+        if len(numbers) % 2 == 0 and (numbers[::2] == (1 << 3 | VARINT)).all():
             return np.ascontiguousarray(numbers[1::2])
-    return _varints(np.frombuffer(_numbers(content, _VARINT, 1, "ints"), np.uint8))
+    return _varints(np.frombuffer(_numbers(content, VARINT, 1, "ints"), np.uint8))
 
 
 def _numbers(content: memoryview, alone: int, item_bytes: int, what: str) -> bytearray:
     """The bytes of a list of numbers, each packed with others or ``alone``, of that wire type."""
     numbers = bytearray()
-    for count, (number, kind, piece) in enumerate(_fields(content)):
+    for count, (number, kind, piece) in enumerate(fields(content)):
         check_count(count, f"parts of a list of {what}")
-        if number != 1 or kind not in (_BYTES, alone) or len(piece) % item_bytes:
+        if number != 1 or kind not in (BYTES, alone) or len(piece) % item_bytes:
             raise ValueError(f"a malformed list of {what}")
         numbers += piece
     return numbers
@@ -133,39 +133,9 @@ def _stretch_of_varints(content: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _messages(data: memoryview, wanted: int) -> Iterator[memoryview]:
-    for number, kind, content in _fields(data):
-        if (number, kind) != (wanted, _BYTES):
+    for number, kind, content in fields(data):
+        if (number, kind) != (wanted, BYTES):
             raise ValueError(
-                f"field {number} of wire type {kind}, where only field {wanted} of wire type {_BYTES} can be"
+                f"field {number} of wire type {kind}, where only field {wanted} of wire type {BYTES} can be"
             )
         yield content
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Number, wire type and content of each field; the content of an integer is its varint."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == _VARINT:
-            end = _varint(data, at)[1]
-        elif kind == _FIXED32:
-            end = at + 4
-        elif kind == _BYTES:
-            length, at = _varint(data, at)
-            end = at + length
-        else:
-            raise ValueError(f"wire type {kind}")
-        if end > len(data):
-            raise ValueError(f"a field of {end - at} bytes, where {len(data) - at} are left")
-        yield tag >> 3, kind, data[at:end]
-        at = end
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = 0
-    for place, byte in enumerate(data[at : at + 10]):
-        value |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
-            return value, at + place + 1
-    raise ValueError("an integer that does not end")
