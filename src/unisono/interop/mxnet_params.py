@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono.interop.stored_tensor import StoredTensor, dense, from_bytes, to_bytes
+from unisono.interop.stored_tensor import StoredTensor, dense, to_bytes
 from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_DIMS, MAX_TENSORS, check_expansion, num_elements
 
@@ -193,7 +193,7 @@ def _sparse(
         indices: Of row-sparse arrays the rows; of CSR the begin of each row in the values, and the columns.
     """
     size = num_elements(shape, dtype.itemsize) * dtype.itemsize
-    check_expansion(size, len(values), "a sparse array")
+    check_expansion(size, len(values))
     if len(indices) == 1:
         (rows,) = indices
         if not shape or stored != (len(rows), *shape[1:]):
@@ -217,7 +217,8 @@ def _sparse(
         cells = np.zeros((num_cells, size // max(1, num_cells)), np.uint8)
         if len(places):
             cells[places] = np.frombuffer(values, np.uint8).reshape(len(places), -1)
-        return from_bytes(dtype, shape, cells.data.cast("B") if cells.size else b"")
+        whole = torch.from_numpy(cells).reshape(-1)
+        return (whole != 0 if dtype is torch.bool else whole.view(dtype)).reshape(shape)
 
     return StoredTensor(dtype=dtype, shape=shape, load=load)
 

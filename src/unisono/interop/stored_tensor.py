@@ -32,10 +32,10 @@ def dense(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[Piece]) -> 
     wanted, found = num_elements(shape, dtype.itemsize) * dtype.itemsize, sum(map(len, pieces))
     if wanted != found:
         raise ValueError(f"a tensor of shape {list(shape)} in {_name(dtype)} takes {wanted} bytes, and has {found}")
-    return StoredTensor(dtype=dtype, shape=tuple(shape), load=lambda: from_bytes(dtype, shape, b"".join(pieces)))
+    return StoredTensor(dtype=dtype, shape=tuple(shape), load=lambda: _from_bytes(dtype, shape, b"".join(pieces)))
 
 
-def from_bytes(dtype: torch.dtype, shape: Sequence[int], content: Piece) -> Tensor:
+def _from_bytes(dtype: torch.dtype, shape: Sequence[int], content: Piece) -> Tensor:
     """The tensor with these little-endian values, which are copied."""
     if not len(content):
         return torch.empty(tuple(shape), dtype=dtype)

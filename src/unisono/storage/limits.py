@@ -76,9 +76,9 @@ MAX_SIDECAR_HEAD_BYTES: Final = 1 << 20
 MAX_MINDRECORD_HEADER_BYTES: Final = 128 << 20
 MAX_MINDRECORD_SHARDS: Final = 4096
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
-# files of weights: tensors; bytes of one that is stored sparse or compressed, at least, and for each byte that is stored
+# files of weights: tensors; bytes of one that is stored sparse, at least, and for each byte of its values
 MAX_TENSORS: Final = 1 << 20
-MAX_TENSOR_BYTES: Final = 1 << 30
+MAX_TENSOR_BYTES: Final = 1 << 26
 MAX_TENSOR_EXPANSION: Final = 1_000
 # the folder of a pretrained model: bytes of each JSON file; layers of one or of a run, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
@@ -262,10 +262,10 @@ def check_count(number: int, what: str = "columns") -> None:
         raise LimitError(f"{number:,} {what}, where {MAX_COLUMNS:,} are the most")
 
 
-def check_expansion(num_bytes: int, stored_bytes: int, what: str) -> None:
-    """Raise LimitError for a tensor of ``num_bytes`` that a file has in so few ``stored_bytes`` that it is no model's."""
+def check_expansion(num_bytes: int, stored_bytes: int) -> None:
+    """Raise LimitError for a tensor of ``num_bytes`` of which a file stores so few that it is no model's."""
     most = max(MAX_TENSOR_BYTES, MAX_TENSOR_EXPANSION * stored_bytes)
     if num_bytes > most:
         raise LimitError(
-            f"{what} of {stored_bytes:,} bytes that takes {num_bytes:,} in memory, where {most:,} are the most"
+            f"a sparse array of {num_bytes:,} bytes with {stored_bytes:,} of values, for which {most:,} are the most"
         )
