@@ -92,11 +92,13 @@ def test_links_that_were_not_measured_are_named(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("overlay", ["taken.toml"])
-def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
-    (desk.folder / overlay).write_text("# mine\n")
-    assert "is not overwritten" in auto(desk, f"--apply={overlay}", code=2).err
-    assert (desk.folder / overlay).read_text() == "# mine\n"
+@pytest.mark.parametrize("option", ["--apply", "--report"])
+def test_a_file_that_exists_is_kept(desk: Desk, option: str) -> None:
+    (desk.folder / "taken").write_text("# mine\n")
+    refused = auto(desk, f"{option}=taken", code=2)
+    assert f"{option} taken\n  rule: a file that exists is not overwritten" in refused.err
+    assert refused.out == ""
+    assert (desk.folder / "taken").read_text() == "# mine\n"
 
 
 @pytest.mark.usefixtures("here")

@@ -63,20 +63,14 @@ class OutPath(ExpandedPath):
         return super().convert(value, param, ctx)
 
 
-def check_output(option: str, path: str | Path, *, consequence: str, is_replaced: bool = False) -> None:
-    """Refuse a file that could not be written, before the work whose result it is for.
-
-    Args:
-        option: The option that names it.
-        path: The file.
-        consequence: What has not been done.
-        is_replaced: Whether a file that exists is overwritten.
+def check_output(option: str, path: str | Path, *, consequence: str) -> None:
+    """Refuse the file ``path``, which ``option`` names, before the work whose result it is for.
 
     Raises:
-        ConfigError: It exists, or its folder does not.
+        ConfigError: It exists, or its folder does not. ``consequence`` is what has not been done.
     """
     folder = Path(path).parent
-    if not is_replaced and os.path.lexists(path):
+    if os.path.lexists(path):
         rule, nearest = "a file that exists is not overwritten", "another name"
     elif not folder.is_dir():
         rule, nearest = "the file is written into a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"

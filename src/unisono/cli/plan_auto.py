@@ -85,7 +85,7 @@ def auto(
     """
     check_overlay(config, overlay)
     if report is not None:
-        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
+        check_output("--report", report, consequence="nothing was searched")
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:

@@ -73,7 +73,7 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
     if apply is not None:
         check_output("--apply", apply, consequence="nothing was searched")
     if report is not None:
-        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
+        check_output("--report", report, consequence="nothing was searched")
     try:
         job = _job(**options)
         compared = compare(job)
