@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from unisono.cli.termination import sigterm_interrupts
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
 from unisono.errors import ConfigError, UnisonoError
+from unisono.sanitize import redact
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
@@ -85,13 +87,8 @@ def fit(
     """
     check_overlay(config, overlay)
     if failed_run is not None and not config:
-        if not overrides and not (Path(failed_run) / RUN_FILE).exists():
-            raise ConfigError(
-                given=f"--failed {failed_run}, which has no {RUN_FILE}",
-                rule="without CONFIG the configuration is that of the run, which it writes before its first step",
-                consequence="nothing was traced",
-                nearest=f"unisono plan fit CONFIG --failed {failed_run}, with the CONFIG and the --set that the run had",
-            )
+        if not (Path(failed_run) / RUN_FILE).exists():
+            _require_start(failed_run, overrides)
         overrides = (f"run.dir={json.dumps(failed_run)}", *overrides)
     resolved = load_run_config(config, overrides)
     failed = None
@@ -157,6 +154,23 @@ def fit(
     print_result(as_json, result, _verdict(ladder, found, settings, overlay, largest))
     if found is None:
         raise SystemExit(1)
+
+
+def _require_start(failed_run: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError unless ``overrides`` have all that the run, which has no configuration of its own yet, was started with."""
+    from unisono.planner.failed_run import started_with
+
+    started = started_with(Path(failed_run))
+    if started is not None and set(started) <= set(redact([f"--set={text}" for text in overrides])):
+        return
+    what = "CONFIG" if started is None else shlex.join(started)
+    raise ConfigError(
+        given=f"--failed {failed_run}, which has no {RUN_FILE}, without what the run was started with",
+        rule=f"the configuration is CONFIG, or that of the run; it writes its {RUN_FILE} before its first step",
+        consequence="nothing was traced",
+        nearest=f"unisono plan fit --failed {shlex.quote(failed_run)} {what}"
+        + (", with the CONFIG and each --set of the run" if started is None else ""),
+    )
 
 
 def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
