@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -188,6 +189,27 @@ def test_what_an_interrupted_search_has_made_is_removed(desk: Desk, tmp_path: Pa
         finally:
             started.kill()
     assert (started.returncode, said.strip()) == (75, "unisono: interrupted")
+    assert not list(tmp_path.glob("unisono-dry-run-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [("plan", "auto"), ("plan", "fit"), ("train", "--dry-run")], ids=" ".join)
+def test_what_a_killed_command_has_made_is_removed_by_the_next_one(
+    desk: Desk, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    arguments = [*command, "--processes=1", *(f"--set={setting}" for setting in (*SMALL, "plan.recompute=full"))]
+    environ = {**os.environ, "PYTHONPATH": module_path(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        module_command("unisono", *arguments), cwd=desk.folder, env=environ, stdout=subprocess.DEVNULL
+    ) as started:
+        waited_for(lambda: list(tmp_path.glob("unisono-dry-run-*/.scratch.lock")))
+        searches = psutil.Process(started.pid).children(recursive=True)
+        started.kill()
+    assert started.returncode == -signal.SIGKILL
+    waited_for(lambda: not any(search.is_running() for search in searches))
+    assert list(tmp_path.glob("unisono-dry-run-*"))
+    done = desk.process(*arguments, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.err
     assert not list(tmp_path.glob("unisono-dry-run-*"))
 
 
