@@ -125,6 +125,43 @@ def takes_config(function: F) -> F:
     )(function)
 
 
+def tries_plans(*, budget_s: float | None) -> Callable[[F], F]:
+    """Decorator that adds ``--processes``, ``--memory-gib``, ``--budget-s`` and ``--apply`` of a command that tries plans of CONFIG.
+
+    ``budget_s`` is the default of the budget; None for no limit.
+    """
+    options = (
+        click.option(
+            "--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes)."
+        ),
+        click.option(
+            "--memory-gib",
+            type=FiniteRange(min=0, max=1e6, min_open=True),
+            help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
+        ),
+        click.option(
+            "--budget-s",
+            type=FiniteRange(min=0, min_open=True),
+            default=budget_s,
+            show_default="no limit" if budget_s is None else True,
+            help="Seconds after which no further plan is tried.",
+        ),
+        click.option(
+            "--apply",
+            "overlay",
+            type=ExpandedPath(dir_okay=False),
+            help="Write the settings over CONFIG to this TOML file.",
+        ),
+    )
+
+    def add(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
 def takes_checkpoint(function: F) -> F:
     """Decorator that adds ``--checkpoint`` and ``--best``; ``chosen_checkpoint`` reads them."""
     function = click.option("--best", is_flag=True, help="The checkpoint with the lowest held-out loss.")(function)

@@ -17,13 +17,13 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
-    FiniteRange,
     check_output,
     common_options,
     load_run_config,
     print_result,
     takes_config,
     train_arguments,
+    tries_plans,
 )
 from unisono.cli.plan_fit import check_overlay, memory_budget_bytes, write_overlay
 from unisono.cli.terminal import echo
@@ -49,22 +49,7 @@ _CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes w
 
 @click.command("auto")
 @takes_config
-@click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
-@click.option(
-    "--memory-gib",
-    type=FiniteRange(min=0, max=1e6, min_open=True),
-    help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
-)
-@click.option(
-    "--budget-s",
-    type=FiniteRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Seconds after which no further plan is tried.",
-)
-@click.option(
-    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
-)
+@tries_plans(budget_s=300.0)
 @click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here.")
 @common_options
 def auto(

@@ -16,12 +16,12 @@ import msgspec
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
-    FiniteRange,
     check_output,
     common_options,
     load_run_config,
     print_result,
     takes_config,
+    tries_plans,
 )
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
@@ -42,15 +42,7 @@ _GIB = 2**30
 
 @click.command("fit")
 @takes_config
-@click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
-@click.option(
-    "--memory-gib",
-    type=FiniteRange(min=0, max=1e6, min_open=True),
-    help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
-)
-@click.option(
-    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
-)
+@tries_plans(budget_s=None)
 @click.option(
     "--failed",
     "failed_run",
@@ -62,11 +54,6 @@ _GIB = 2**30
     "--largest-micro-batch",
     is_flag=True,
     help="Find the largest micro-batch that fits too, up to a rank's samples of a step.",
-)
-@click.option(
-    "--budget-s",
-    type=FiniteRange(min=0, min_open=True),
-    help="Seconds after which no further plan is tried (default: all are).",
 )
 @common_options
 def fit(
