@@ -16,7 +16,7 @@ from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import Job, Space
 from unisono.planner.layout_strategy import plan_of, write_strategy
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.search import search
+from unisono.planner.search import compare, memory_limit
 
 JOB = Job(
     model=PRESETS["mixtral-8x7b"],
@@ -46,7 +46,8 @@ def test_every_layout_that_is_compared_is_a_legal_plan() -> None:
 
 def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
     for pins in ({}, {"pp": 4, "stages_per_rank": 4}, {"tp": 4, "zero": 2, "pp": 1}, {"cp": 1, "ep": 8}):
-        best = search(replace(JOB, pins=pins, seq_len=4096 if pins.get("cp") == 1 else 65536)).best
+        job = replace(JOB, pins=pins, seq_len=4096 if pins.get("cp") == 1 else 65536)
+        best = compare(job).best(memory_limit(job))
         assert best is not None
         file = tmp_path / "plan.json"
         write_strategy(file, best.layout)
