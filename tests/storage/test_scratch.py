@@ -38,9 +38,7 @@ class User:
     def __init__(self, temporary: Path) -> None:
         environ = {**os.environ, "PYTHONPATH": module_path(), "TMPDIR": str(temporary)}
         command = [sys.executable, "-c", USE]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
         assert self.process.stdout is not None
         self.folder = Path(self.process.stdout.readline().strip())
 

@@ -126,7 +126,7 @@ def takes_config(function: F) -> F:
 
 
 def tries_plans(*, budget_s: float | None) -> Callable[[F], F]:
-    """Decorator that adds ``--processes``, ``--memory-gib``, ``--budget-s`` and ``--apply`` of a command that tries plans of CONFIG.
+    """Decorator that adds ``--processes``, ``--memory-gib``, ``--budget-s`` and ``--apply`` of a command that tries plans.
 
     ``budget_s`` is the default of the budget; None for no limit.
     """

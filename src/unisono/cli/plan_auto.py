@@ -36,12 +36,12 @@ from unisono.exit_codes import REQUEUE
 from unisono.storage.files import os_reason
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.planner.fastest import Candidate, FastestPlanSearch
     from unisono.planner.plan_record import Machine
 
-_GIB = 2**30
 # set in the child process that times the ranks with the environment of one: the cores of a rank, with commas; empty: all cores
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 _CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes what it has made
@@ -192,10 +192,10 @@ def _search(
 
     options = resolved.value.plan
     device = find_device(options.device, 0)
-    memory_bytes = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
+    memory_bytes = round(memory_gib * GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
     if not quiet:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
+        echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / GIB:.4g} GiB")
     cache = default_cache_dir(os.environ)
     record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
     with open_trials(resolved) as trials:
@@ -242,7 +242,7 @@ def _line(candidate: Candidate) -> str:
     parts = [f"{name} {seconds:.4g}" for name, seconds in timed.parts_s.items()]
     if candidate.learned.runs:
         parts.append(f"times {candidate.learned.factor:.3g} learned from {candidate.learned.runs} runs")
-    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
+    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / GIB:.4g} GiB"
 
 
 def _verdict(

@@ -32,12 +32,11 @@ from unisono.sanitize import redact
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.planner.failed_run import FailedRank
     from unisono.planner.fit import Ladder, Rung
-
-_GIB = 2**30
 
 
 @click.command("fit")
@@ -91,7 +90,7 @@ def fit(
     device = find_device(resolved.value.plan.device, 0)
     measured = None if failed is None else failed.budget_bytes(num_ranks)
     if memory_gib:
-        budget = round(memory_gib * _GIB)
+        budget = round(memory_gib * GIB)
     elif measured is not None:
         budget = measured
     else:
@@ -106,7 +105,7 @@ def fit(
             echo(_line(rung, ladder))
 
     if not as_json and failed is None:
-        echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
+        echo(f"tensors of a rank may take {budget / GIB:.4g} GiB")
     with sigterm_interrupts(), open_trials(resolved) as trials:
         ladder = Ladder(
             trace=trials.trace,
@@ -144,7 +143,7 @@ def fit(
 
 
 def _require_start(failed_run: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError unless ``overrides`` have all that the run, which has no configuration of its own yet, was started with."""
+    """Raise ConfigError unless ``overrides`` have all that the run, which wrote no configuration, was started with."""
     from unisono.planner.failed_run import started_with
 
     started = started_with(Path(failed_run))
@@ -203,7 +202,7 @@ def _line(rung: Rung, ladder: Ladder) -> str:
     if rung.largest is None:
         return f"  {rung.measure}: not possible ({rung.refused})"
     peak, budget_bytes = rung.largest.peak, ladder.budget_bytes
-    less = "fits" if rung.fits(budget_bytes) else f"{(peak.bytes - budget_bytes) / _GIB:.4g} GiB too much"
+    less = "fits" if rung.fits(budget_bytes) else f"{(peak.bytes - budget_bytes) / GIB:.4g} GiB too much"
     place = f"{_gib(peak.bytes)} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind})"
     configured = ladder.rungs[0].flops
     computed = f"; {rung.flops / configured:.3g} x the FLOPs" if rung.flops != configured and configured else ""
@@ -272,7 +271,7 @@ def _peak_bytes(rung: Rung) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.4g}"
+    return f"{size / GIB:.4g}"
 
 
 def _as_json(rung: Rung) -> dict[str, Any]:
