@@ -14,7 +14,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import Job, Space
-from unisono.planner.layout_strategy import plan_of, write_strategy
+from unisono.planner.layout_strategy import plan_of, strategy, write_strategy
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.search import compare, memory_limit
 
@@ -52,6 +52,9 @@ def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
         file = tmp_path / "plan.json"
         write_strategy(file, best.layout)
         groups = json.loads(file.read_text())
+        assert groups == strategy(best.layout)
+        fields = sum(len(group) for group in groups.values() if isinstance(group, dict))
+        assert len(file.read_text().splitlines()) == 3 + 2 * (len(groups) - 1) + fields  # a line per field
         read = derive_plan(PlanOptions(file=str(file)), world_size=64, device="cpu", native_bf16=True)
         assert read == plan_of(best.layout)
         mesh = groups["mesh"]
