@@ -11,7 +11,7 @@ from unisono.planner.decision_flips import FACTORS, PROPERTIES, Sensitivity, sen
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import AXES, Job
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.number_sources import SOURCES
+from unisono.planner.number_sources import LAYOUT_SOURCES
 from unisono.planner.peak_memory import MemoryParts
 from unisono.planner.search import PredictedLayout, choose, compare, memory_limit
 from unisono.planner.step_time import StepParts
@@ -119,7 +119,9 @@ def test_every_layout_that_was_not_chosen_has_a_reason() -> None:
 
 
 def test_every_number_of_a_prediction_has_a_source() -> None:
-    assert {*StepParts.__slots__, *MemoryParts.__slots__} <= SOURCES.keys()
-    assert {source.kind for source in SOURCES.values()} == {"exact", "modelled", "fitted"}
-    assert all(source.text for source in SOURCES.values())
-    assert not any("step_time.json" in SOURCES[name].text for name in MemoryParts.__slots__)  # it has those of times
+    assert {*StepParts.__slots__, *MemoryParts.__slots__} <= LAYOUT_SOURCES.keys()
+    assert {source.kind for source in LAYOUT_SOURCES.values()} == {"exact", "modelled", "fitted"}
+    assert all(source.text for source in LAYOUT_SOURCES.values())
+    assert not any(
+        "step_time.json" in LAYOUT_SOURCES[name].text for name in MemoryParts.__slots__
+    )  # it has those of times

@@ -89,7 +89,7 @@ def auto(
     from unisono.planner.fastest import as_json as listed
     from unisono.planner.fastest_page import write_fastest_page
     from unisono.planner.timed_plan import SPREAD
-    from unisono.planner.why_fastest import SOURCES, flips, neighbours
+    from unisono.planner.why_fastest import CANDIDATE_SOURCES, flips, neighbours
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
@@ -111,7 +111,7 @@ def auto(
         "candidates": listed(search.candidates),
         "neighbours": [] if found is None else [asdict(each) for each in neighbours(search.candidates, found)],
         "flips": [] if found is None else [asdict(each) for each in flips(search.candidates, found)],
-        "sources": dict(SOURCES),
+        "sources": dict(CANDIDATE_SOURCES),
         "overlay": overlay if found is not None else None,
     }
     print_result(as_json, result, _verdict(search, found, settings, overlay))

@@ -9,7 +9,7 @@ from typing import Final
 from unisono.planner.fastest import Candidate, changes_in_words
 from unisono.planner.timed_plan import SPREAD
 from unisono.planner.timeline_chart import timeline_chart
-from unisono.planner.why_fastest import SOURCES, flips, neighbours
+from unisono.planner.why_fastest import CANDIDATE_SOURCES, flips, neighbours
 from unisono.report.bars import stacked_bars
 from unisono.report.charts import PHASE_COLOURS
 from unisono.report.html import render_page
@@ -93,7 +93,7 @@ def _step_section(timed: Sequence[Candidate]) -> Section:
             **{name: PHASE_COLOURS.get(f"comm_exposed_{name}", "#d29922") for name in names if name not in _COLOURS},
         },
     )
-    table = Table(head=("number", "source"), rows=[[name, source] for name, source in SOURCES.items()])
+    table = Table(head=("number", "source"), rows=[[name, source] for name, source in CANDIDATE_SOURCES.items()])
     return Section(title="Time of a step", note="Predicted, of each plan that fits.", charts=[chart], tables=[table])
 
 

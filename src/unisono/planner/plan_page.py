@@ -11,7 +11,7 @@ from unisono.planner.answer import Answer
 from unisono.planner.layout import Layout
 from unisono.planner.layout_space import Job
 from unisono.planner.layout_timeline import layout_timeline
-from unisono.planner.number_sources import SOURCES
+from unisono.planner.number_sources import LAYOUT_SOURCES
 from unisono.planner.peak_memory import COUNTED
 from unisono.planner.search import SearchResult
 from unisono.planner.simulate import Prediction
@@ -112,8 +112,8 @@ def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale:
             part.replace("_", " "),
             f"{value / scale:.4g} {unit}",
             f"{value / total:.1%}",
-            SOURCES[part].kind,
-            SOURCES[part].text,
+            LAYOUT_SOURCES[part].kind,
+            LAYOUT_SOURCES[part].text,
         ]
         for part, value in largest
     ]
