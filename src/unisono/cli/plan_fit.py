@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,12 @@ from unisono.sanitize import redact
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
+from unisono.train.config import RunConfig
 from unisono.units import GIB
 
 if TYPE_CHECKING:
+    import torch
+
     from unisono.planner.failed_run import FailedRank
     from unisono.planner.fit import Ladder, Rung
 
@@ -83,6 +87,7 @@ def fit(
 
         failed = read_failed_rank(Path(failed_run))
     from unisono.parallel.device import computes_bf16, find_device
+    from unisono.planner.compute_time import COMPUTE_SOURCE
     from unisono.planner.fit import Ladder
     from unisono.planner.run_trials import open_trials
 
@@ -97,12 +102,14 @@ def fit(
         # what kernels and the allocator took of a rank that was killed is not known: half is left to them
         budget = memory_budget_bytes(device, num_ranks) // (1 if failed is None else 2)
 
+    compute_s = _compute_seconds(resolved.value, device, num_ranks)
+
     def show(rung: Rung) -> None:
         if failed is not None and len(ladder.rungs) == 1 and not as_json:
             for line in ledger_lines(_memory_ending(failed, ladder, None)):
                 echo(line)
         if not as_json:
-            echo(_line(rung, ladder))
+            echo(_line(rung, ladder, compute_s(rung)))
 
     if not as_json and failed is None:
         echo(f"tensors of a rank may take {budget / GIB:.4g} GiB")
@@ -132,9 +139,10 @@ def fit(
         "fits": found is not None,
         "settings": settings,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
-        "rungs": [_as_json(rung) for rung in ladder.rungs],
+        "rungs": [_as_json(rung, compute_s(rung)) for rung in ladder.rungs],
         "largest_micro_batch": None if largest is None or largest.plan is None else largest.plan.batch.micro_batch,
         "is_cut": ladder.is_cut,
+        "sources": {"compute_s": COMPUTE_SOURCE},
         "overlay": overlay if found is not None else None,
     }
     print_result(as_json, result, _verdict(ladder, found, settings, overlay, largest))
@@ -198,7 +206,27 @@ def memory_budget_bytes(device: Any, num_ranks: int) -> int:
     )
 
 
-def _line(rung: Rung, ladder: Ladder) -> str:
+def _compute_seconds(config: RunConfig, device: torch.device, num_ranks: int) -> Callable[[Rung], float | None]:
+    """Gives the seconds of compute in a step of the rank with the most; None where this host was not measured for that."""
+    from unisono.data.options import default_cache_dir
+    from unisono.launch.resources import divide_host
+    from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+    from unisono.planner.compute_time import measured_flops_per_s
+
+    known = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
+    threads = divide_host(replace(config.launch, num_processes=num_ranks), busy_frac=0.0).threads
+
+    def compute_s(rung: Rung) -> float | None:
+        if rung.plan is None or not rung.flops:
+            return None
+        compute = rung.plan.precision.compute
+        flops_per_s = measured_flops_per_s(known, device, compute, num_ranks=num_ranks, threads=threads)
+        return rung.flops / flops_per_s if flops_per_s else None
+
+    return compute_s
+
+
+def _line(rung: Rung, ladder: Ladder, compute_s: float | None) -> str:
     if rung.largest is None:
         return f"  {rung.measure}: not possible ({rung.refused})"
     peak, budget_bytes = rung.largest.peak, ladder.budget_bytes
@@ -206,6 +234,10 @@ def _line(rung: Rung, ladder: Ladder) -> str:
     place = f"{_gib(peak.bytes)} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind})"
     configured = ladder.rungs[0].flops
     computed = f"; {rung.flops / configured:.3g} x the FLOPs" if rung.flops != configured and configured else ""
+    if compute_s is not None:
+        from unisono.observe.run_summary import short_time
+
+        computed += f"; {short_time(compute_s)} a step (modelled, compute only)"
     return f"  {rung.measure}: {place}{computed}; {less}"
 
 
@@ -274,7 +306,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.4g}"
 
 
-def _as_json(rung: Rung) -> dict[str, Any]:
+def _as_json(rung: Rung, compute_s: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {"measure": rung.measure, "settings": dict(rung.settings), "refused": rung.refused or None}
     if rung.largest is not None:
         peak = rung.largest.peak
@@ -282,6 +314,7 @@ def _as_json(rung: Rung) -> dict[str, Any]:
             "rank": rung.largest.rank,
             "peak_bytes": peak.bytes,
             "flops": rung.flops,
+            "compute_s": compute_s,
             "peak_operator": peak.operator,
             "peak_phase": peak.kind,
             "peak_bytes_by_kind": peak.by_kind,
