@@ -122,11 +122,9 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     assert stored.name == CALIBRATION_FILE
     operations = {rate.operation for rate in read_calibration(stored).links}
     assert operations == {"all_reduce", "all_reduce_in_step", "send", "send_in_step"}
-    for precision in ("fp32", "bf16"):
-        sets = [f"--set={setting}" for setting in (*SMALL, f"plan.precision={precision}")]
-        fitting = desk.process("plan", "fit", "--processes=2", "--json", *sets)
-        (rung,) = fitting.json["rungs"]
-        assert rung["flops"] / 1e13 < rung["compute_s"] < rung["flops"] / 1e7, precision
+    sets = [f"--set={setting}" for setting in (*SMALL, "plan.precision=bf16")]
+    (rung,) = desk.process("plan", "fit", "--processes=2", "--json", *sets).json["rungs"]
+    assert rung["compute_s"] == rung["flops"] / (json.loads(done.out)["figures"]["device"]["tflops"] * 1e12)
     # what is set is not searched, so that it takes less time
     given = ("launch.num_processes=2", "plan.micro_batch=2", "plan.recompute=none", "plan.cp=1", "plan.pp=1")
     sets = [f"--set={setting}" for setting in (*SMALL, *given)]
