@@ -111,6 +111,15 @@ def test_a_folder_that_is_missing_is_told_before_the_search(desk: Desk, option: 
 
 
 @pytest.mark.full
+def test_plan_fit_has_the_seconds_of_what_was_really_measured(desk: Desk) -> None:
+    done = desk.process("plan", "calibrate", "--processes=2", "--json")
+    assert done.code == 0, done.err
+    sets = [f"--set={setting}" for setting in (*SMALL, "plan.precision=bf16")]
+    (rung,) = desk.process("plan", "fit", "--processes=2", "--json", *sets).json["rungs"]
+    assert rung["compute_s"] == rung["flops"] / (json.loads(done.out)["figures"]["device"]["tflops"] * 1e12)
+
+
+@pytest.mark.full
 def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     """In processes of their own: two ranks, links that are really measured, and a run of two ranks with what was found."""
     done = desk.process("plan", "calibrate", "--processes=2", "--output=box.toml", "--json")
@@ -122,9 +131,6 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     assert stored.name == CALIBRATION_FILE
     operations = {rate.operation for rate in read_calibration(stored).links}
     assert operations == {"all_reduce", "all_reduce_in_step", "send", "send_in_step"}
-    sets = [f"--set={setting}" for setting in (*SMALL, "plan.precision=bf16")]
-    (rung,) = desk.process("plan", "fit", "--processes=2", "--json", *sets).json["rungs"]
-    assert rung["compute_s"] == rung["flops"] / (json.loads(done.out)["figures"]["device"]["tflops"] * 1e12)
     # what is set is not searched, so that it takes less time
     given = ("launch.num_processes=2", "plan.micro_batch=2", "plan.recompute=none", "plan.cp=1", "plan.pp=1")
     sets = [f"--set={setting}" for setting in (*SMALL, *given)]
