@@ -13,7 +13,7 @@ from benchmarks.planner.fitting import PublishedRun, read_runs
 
 from unisono.planner.layout import LayoutError
 from unisono.planner.layout_space import Job
-from unisono.planner.search import search
+from unisono.planner.search import choose, compare
 from unisono.planner.simulate import predict
 
 
@@ -30,19 +30,18 @@ def choices() -> dict[str, Any]:
     for runs in jobs.values():
         best = max(runs, key=lambda run: run.tokens_per_s)
         it = best.layout
+        job = Job(
+            model=it.model,
+            device=it.device,
+            num_devices=it.num_devices,
+            precision=it.precision,
+            global_batch=int(it.global_batch),
+            seq_len=it.seq_len,
+            compiled=it.compiled,
+            pins={},
+        )
         try:
-            found = search(
-                Job(
-                    model=it.model,
-                    device=it.device,
-                    num_devices=it.num_devices,
-                    precision=it.precision,
-                    global_batch=int(it.global_batch),
-                    seq_len=it.seq_len,
-                    compiled=it.compiled,
-                    pins={},
-                )
-            )
+            found = choose(job, compare(job))
         except LayoutError:
             continue
         (published,) = predict([it])

@@ -84,10 +84,20 @@ def test_a_hostile_value_is_text_that_names_nothing(desk: Desk, tmp_path: Path, 
         "it is built in (auto, bert, gpt, mlp, moe, resnet, resnet101, resnet14, resnet152, resnet26, resnet50), an installed "
         "entry point of the group 'unisono.models' (none here), or a callable of a Python file",
         "the run lacks this component, and nothing was started",
-        "one of: auto, bert, gpt, mlp, moe, resnet, resnet101, resnet14, resnet152, resnet26, resnet50",
+        "one of: auto, bert, gpt, mlp, moe, resnet, resnet101, resnet14, resnet152, resnet26, resnet50; or code of your own, "
+        "in a Python file as unisono init --python writes one",
     )
     assert "takes a whole number" in refused(desk, tmp_path, f"--set=model.num_layers={text}")
     assert not (desk.folder / "owned").exists()
+
+
+@pytest.mark.parametrize("command", [("train", "--debug"), ("plan", "fit")])
+def test_a_model_of_ones_own_in_a_toml_file_is_told_where_it_belongs(desk: Desk, command: tuple[str, ...]) -> None:
+    (desk.folder / "mine.toml").write_text('[components]\nmodel = "mine.py:Net"\n')
+    outcome = desk.here(*command, "mine.toml")
+    assert outcome.code == 2
+    assert "unisono: components.model = 'mine.py:Net'\n" in outcome.err
+    assert "in a Python file as unisono init --python writes one\n" in outcome.err
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------

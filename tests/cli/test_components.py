@@ -122,7 +122,7 @@ def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> Non
         "it is built in (auto, tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
         "of a Python file",
         "the run lacks this component, and nothing was started",
-        "did you mean 'line-data'?",
+        "did you mean 'line-data'?; or code of your own, in a Python file as unisono init --python writes one",
     )
     wrong = desk.here(
         "train", "--debug", f"--set=run.dir={tmp_path}/run", *SMALL, '--set=components.metrics=["acuracy"]'

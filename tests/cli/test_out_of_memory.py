@@ -18,6 +18,7 @@ from commands import Desk, Outcome
 from little_memory import small_memory
 
 from unisono.dist import JobSpec, record_failure
+from unisono.dist.interpreter import module_command
 
 GIB = 2**30
 # a rank with a micro-batch of 1024 needs 1.7 GiB for activations and takes a second a step
@@ -177,9 +178,35 @@ def test_a_run_that_ends_as_its_model_is_built_is_traced_with_what_it_was_starte
     assert "its memory was not traced" not in failed.err
     found = json.loads((run_dir / "logs" / "out-of-memory.json").read_text())
     assert found["peak_bytes"] > 2 * GIB  # parameters, gradients and moments alone; the default model holds 0.1 GiB
-    refused = desk.here("plan", "fit", "--failed", str(run_dir))
+    for other in ((), given[:3], ["--set=plan.micro_batch=1"]):
+        refused = desk.here("plan", "fit", "--failed", str(run_dir), *other)
+        assert refused.code == 2
+        assert f"plan fit --failed {run_dir} {shlex.join(given)}" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("started", "given", "nearest"),
+    [
+        (None, ["--set=model.dim=32"], "CONFIG, with the CONFIG and each --set of the run"),
+        (["my.toml", "--set=model.dim=32"], ["--set=model.dim=32"], "my.toml --set=model.dim=32"),
+        (["--set=model.dim=32"], ["--set=plan.tp=1"], "--set=model.dim=32"),
+    ],
+)
+def test_a_run_without_configuration_is_not_traced_as_the_default_model(
+    desk: Desk, mine: Path, started: list[str] | None, given: list[str], nearest: str
+) -> None:
+    (mine / "config.toml").unlink()
+    (mine / "launch.json").unlink(missing_ok=True)
+    if started is not None:
+        command = module_command("unisono", "train", "--json", *started)
+        (mine / "launch.json").write_text(json.dumps({"command": command}))
+    refused = desk.here("plan", "fit", "--failed", str(mine), *given)
     assert refused.code == 2
-    assert "which has no config.toml" in refused.err
+    assert refused.out == ""
+    assert f"try:  unisono plan fit --failed {mine} {nearest}\n" in refused.err
+    if started is not None:  # what is to be given is enough for another reason to be the first
+        (desk.folder / "my.toml").write_text("# all defaults\n")
+        assert "ran out of memory" in desk.here("plan", "fit", "--failed", str(mine), *started).err
 
 
 def test_a_run_that_did_not_run_out_of_memory_is_refused(desk: Desk, trained: Path) -> None:

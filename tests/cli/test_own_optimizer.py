@@ -205,7 +205,7 @@ def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> Non
         "it is built in (nothing is), an installed entry point of the group 'unisono.optimizers' (line-sgd, line-two), or a "
         "callable of a Python file",
         "the run lacks this component, and nothing was started",
-        "did you mean 'line-sgd'?",
+        "did you mean 'line-sgd'?; or code of your own, in a Python file as unisono init --python writes one",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -92,11 +93,13 @@ def test_links_that_were_not_measured_are_named(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("overlay", ["taken.toml"])
-def test_a_file_that_exists_is_kept(desk: Desk, overlay: str) -> None:
-    (desk.folder / overlay).write_text("# mine\n")
-    assert "is not overwritten" in auto(desk, f"--apply={overlay}", code=2).err
-    assert (desk.folder / overlay).read_text() == "# mine\n"
+@pytest.mark.parametrize("option", ["--apply", "--report"])
+def test_a_file_that_exists_is_kept(desk: Desk, option: str) -> None:
+    (desk.folder / "taken").write_text("# mine\n")
+    refused = auto(desk, f"{option}=taken", code=2)
+    assert f"{option} taken\n  rule: a file that exists is not overwritten" in refused.err
+    assert refused.out == ""
+    assert (desk.folder / "taken").read_text() == "# mine\n"
 
 
 @pytest.mark.usefixtures("here")
@@ -105,6 +108,15 @@ def test_a_folder_that_is_missing_is_told_before_the_search(desk: Desk, option: 
     refused = auto(desk, option, code=2)
     assert "the file is written into a folder that exists" in refused.err
     assert refused.out == ""
+
+
+@pytest.mark.full
+def test_plan_fit_has_the_seconds_of_what_was_really_measured(desk: Desk) -> None:
+    done = desk.process("plan", "calibrate", "--processes=2", "--json")
+    assert done.code == 0, done.err
+    sets = [f"--set={setting}" for setting in (*SMALL, "plan.precision=bf16")]
+    (rung,) = desk.process("plan", "fit", "--processes=2", "--json", *sets).json["rungs"]
+    assert rung["compute_s"] == rung["flops"] / (json.loads(done.out)["figures"]["device"]["tflops"] * 1e12)
 
 
 @pytest.mark.full
@@ -186,6 +198,27 @@ def test_what_an_interrupted_search_has_made_is_removed(desk: Desk, tmp_path: Pa
         finally:
             started.kill()
     assert (started.returncode, said.strip()) == (75, "unisono: interrupted")
+    assert not list(tmp_path.glob("unisono-dry-run-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [("plan", "auto"), ("plan", "fit"), ("train", "--dry-run")], ids=" ".join)
+def test_what_a_killed_command_has_made_is_removed_by_the_next_one(
+    desk: Desk, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    arguments = [*command, "--processes=1", *(f"--set={setting}" for setting in (*SMALL, "plan.recompute=full"))]
+    environ = {**os.environ, "PYTHONPATH": module_path(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        module_command("unisono", *arguments), cwd=desk.folder, env=environ, stdout=subprocess.DEVNULL
+    ) as started:
+        waited_for(lambda: list(tmp_path.glob("unisono-dry-run-*/.scratch.lock")))
+        searches = psutil.Process(started.pid).children(recursive=True)
+        started.kill()
+    assert started.returncode == -signal.SIGKILL
+    waited_for(lambda: not any(search.is_running() for search in searches))
+    assert list(tmp_path.glob("unisono-dry-run-*"))
+    done = desk.process(*arguments, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.err
     assert not list(tmp_path.glob("unisono-dry-run-*"))
 
 

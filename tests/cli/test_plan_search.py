@@ -123,6 +123,16 @@ def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> N
     assert said in answer.err
 
 
+@pytest.mark.parametrize("option", ["--apply", "--report"])
+def test_a_file_that_exists_is_kept(desk: Desk, option: str) -> None:
+    (desk.folder / "taken").write_text("mine\n")
+    refused = desk.here("plan", *JOB, option, "taken")
+    assert refused.code == 2
+    assert f"{option} taken\n  rule: a file that exists is not overwritten" in refused.err
+    assert refused.out == ""
+    assert (desk.folder / "taken").read_text() == "mine\n"
+
+
 def test_the_page_has_the_plan_its_parts_and_the_other_values(desk: Desk) -> None:
     page = desk.folder / "plan.html"
     found = desk.here("plan", *JOB, "--report=plan.html", "--json").json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import matrix
@@ -15,7 +16,7 @@ from traced_memory import EXECUTED_STEPS, compare, executed, trainer_of, without
 from unisono.dist import JobSpec, World
 from unisono.measure.live_storages import Peak, Site
 from unisono.train.block_traces import extrapolated
-from unisono.train.dry_run import RankMemory, trace_ranks
+from unisono.train.dry_run import RankMemory, plan_of_ranks, trace_places, trace_ranks
 
 GRID: dict[str, tuple[Any, ...]] = {
     "model": ("gpt", "gpt-moe", "gpt-moe-capped", "bert", "resnet"),
@@ -114,8 +115,9 @@ def both(tmp_path, model: str, layers: int, ranks: int, **settings: Any) -> tupl
     """From traces of a few blocks, and of all."""
     run = trainer_of(str(tmp_path), World(JobSpec(world_size=ranks)), model, {"layers": layers, **settings})
     (few,) = trace_ranks(run._inputs, run._given_plan, ranks, [ranks - 1])
-    (whole,) = trace_ranks(run._inputs, run._given_plan, ranks, [ranks - 1], extrapolates=False)
-    return few, whole
+    plan = plan_of_ranks(run._given_plan, ranks, [ranks - 1])
+    plan = replace(plan, backend=replace(plan.backend, compile="off"))
+    return few, trace_places(run._inputs, plan, [ranks - 1], {})[ranks - 1]
 
 
 @pytest.mark.full

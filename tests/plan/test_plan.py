@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from plan_edit import changed
 
 from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan
+from unisono.plan.plan import Plan, strategy_text
 from unisono.plan.resolve import derive_plan
 from unisono.plan.validate import validate_plan
 
@@ -110,6 +111,20 @@ def test_a_plan_is_data() -> None:
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.mesh.device = "tpu"  # type: ignore[misc]
+
+
+def test_lists_of_numbers_take_one_line_of_a_strategy_file() -> None:
+    data = {
+        "version": 1,
+        "pipeline": {"layers_per_stage": [*range(80)], "block_costs": [1.5, -2e-07, 1e22], "empty": [], "one": [3]},
+        "text": {"a": "[\n 1,\n 2\n]", "b": ["[\n1\n]"], "nested": [[1, 2], {"c": [4, 5]}], "names": ["x", "y"]},
+    }
+    text = strategy_text(data)
+    assert json.loads(text) == data
+    lines = text.splitlines()
+    assert f'  "layers_per_stage": {[*range(80)]},' in lines
+    assert '  "block_costs": [1.5, -2e-07, 1e+22],' in lines
+    assert '  "one": [3]' in lines
 
 
 def test_foreign_plans_are_refused_by_name() -> None:

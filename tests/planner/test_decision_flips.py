@@ -11,9 +11,9 @@ from unisono.planner.decision_flips import FACTORS, PROPERTIES, Sensitivity, sen
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import AXES, Job
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.number_sources import SOURCES
+from unisono.planner.number_sources import LAYOUT_SOURCES
 from unisono.planner.peak_memory import MemoryParts
-from unisono.planner.search import compare, search
+from unisono.planner.search import PredictedLayout, choose, compare, memory_limit
 from unisono.planner.step_time import StepParts
 from unisono.planner.why_not import why_not
 
@@ -47,15 +47,19 @@ def changed(job: Job, name: str, factor: float) -> Job:
     return replace(job, device=replace(job.device, **{field: getattr(job.device, field) * factor}))
 
 
+def best_of(job: Job) -> PredictedLayout | None:
+    return compare(job).best(memory_limit(job))
+
+
 def test_each_change_has_the_layout_that_a_search_with_it_finds() -> None:
     flips = found().perturbations
     assert [(flip.changed, flip.factor) for flip in flips] == [
         (name, factor) for name in PROPERTIES for factor in FACTORS
     ]
-    own = search(JOB).best
+    own = best_of(JOB)
     assert own is not None
     for flip in flips:
-        best = search(changed(JOB, flip.changed, flip.factor)).best
+        best = best_of(changed(JOB, flip.changed, flip.factor))
         assert (flip.best is None) == (best is None)
         if best is None or flip.best is None:
             assert flip.reason
@@ -71,7 +75,7 @@ def test_fewer_devices_have_the_best_of_their_own_search() -> None:
     counts = found().device_counts
     assert [each.num_devices for each in counts] == [128, 64, 32]
     for each in counts:
-        best = search(replace(JOB, num_devices=each.num_devices)).best
+        best = best_of(replace(JOB, num_devices=each.num_devices))
         assert each.best == best
         assert best is not None
         assert each.tokens_per_s == pytest.approx(256 * 8192 / best.step_s / each.num_devices)
@@ -90,7 +94,7 @@ def test_fewer_devices_have_the_best_of_their_own_search() -> None:
 
 def test_a_change_without_a_layout_says_why() -> None:
     few = replace(JOB, num_devices=16, global_batch=1, pins={"tp": 8, "pp": 1, "cp": 1})
-    assert search(replace(few, num_devices=8)).num_layouts > 0
+    assert compare(replace(few, num_devices=8)).layouts
     job = replace(few, num_devices=8)
     flips = {(flip.changed, flip.factor): flip for flip in found(job).perturbations}
     assert flips["devices", 2].best is None
@@ -100,7 +104,7 @@ def test_a_change_without_a_layout_says_why() -> None:
 
 def test_every_layout_that_was_not_chosen_has_a_reason() -> None:
     """More time, or more memory than there is; and of what decides, the part is named that grows most."""
-    result = search(JOB)
+    result = choose(JOB, compare(JOB))
     answer = Answer.of(result, found())
     assert answer.prediction is not None
     for (_, _, each), reason in zip(result.changes, answer.reasons, strict=True):
@@ -115,7 +119,9 @@ def test_every_layout_that_was_not_chosen_has_a_reason() -> None:
 
 
 def test_every_number_of_a_prediction_has_a_source() -> None:
-    assert {*StepParts.__slots__, *MemoryParts.__slots__} <= SOURCES.keys()
-    assert {source.kind for source in SOURCES.values()} == {"exact", "modelled", "fitted"}
-    assert all(source.text for source in SOURCES.values())
-    assert not any("step_time.json" in SOURCES[name].text for name in MemoryParts.__slots__)  # it has those of times
+    assert {*StepParts.__slots__, *MemoryParts.__slots__} <= LAYOUT_SOURCES.keys()
+    assert {source.kind for source in LAYOUT_SOURCES.values()} == {"exact", "modelled", "fitted"}
+    assert all(source.text for source in LAYOUT_SOURCES.values())
+    assert not any(
+        "step_time.json" in LAYOUT_SOURCES[name].text for name in MemoryParts.__slots__
+    )  # it has those of times

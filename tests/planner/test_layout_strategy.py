@@ -14,9 +14,9 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import Job, Space
-from unisono.planner.layout_strategy import plan_of, write_strategy
+from unisono.planner.layout_strategy import plan_of, strategy, write_strategy
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.search import search
+from unisono.planner.search import compare, memory_limit
 
 JOB = Job(
     model=PRESETS["mixtral-8x7b"],
@@ -46,11 +46,15 @@ def test_every_layout_that_is_compared_is_a_legal_plan() -> None:
 
 def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
     for pins in ({}, {"pp": 4, "stages_per_rank": 4}, {"tp": 4, "zero": 2, "pp": 1}, {"cp": 1, "ep": 8}):
-        best = search(replace(JOB, pins=pins, seq_len=4096 if pins.get("cp") == 1 else 65536)).best
+        job = replace(JOB, pins=pins, seq_len=4096 if pins.get("cp") == 1 else 65536)
+        best = compare(job).best(memory_limit(job))
         assert best is not None
         file = tmp_path / "plan.json"
         write_strategy(file, best.layout)
         groups = json.loads(file.read_text())
+        assert groups == strategy(best.layout)
+        fields = sum(len(group) for group in groups.values() if isinstance(group, dict))
+        assert len(file.read_text().splitlines()) == 3 + 2 * (len(groups) - 1) + fields  # a line per field
         read = derive_plan(PlanOptions(file=str(file)), world_size=64, device="cpu", native_bf16=True)
         assert read == plan_of(best.layout)
         mesh = groups["mesh"]

@@ -12,7 +12,7 @@ from unisono.planner.layout_space import AXES, Job, Space
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.peak_memory import peak_memory
-from unisono.planner.search import MEMORY_SHARE, search
+from unisono.planner.search import MEMORY_SHARE, SearchResult, choose, compare
 from unisono.planner.simulate import predict
 
 GIB = 2**30
@@ -29,6 +29,10 @@ def job(model: str | ModelShape = "llama-3-8b", device: str = "h100", num_device
         pins={},
     )
     return replace(whole, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def search(job: Job) -> SearchResult:
+    return choose(job, compare(job))
 
 
 JOBS = [

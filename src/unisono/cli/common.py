@@ -63,20 +63,14 @@ class OutPath(ExpandedPath):
         return super().convert(value, param, ctx)
 
 
-def check_output(option: str, path: str | Path, *, consequence: str, is_replaced: bool = False) -> None:
-    """Refuse a file that could not be written, before the work whose result it is for.
-
-    Args:
-        option: The option that names it.
-        path: The file.
-        consequence: What has not been done.
-        is_replaced: Whether a file that exists is overwritten.
+def check_output(option: str, path: str | Path, *, consequence: str) -> None:
+    """Refuse the file ``path``, which ``option`` names, before the work whose result it is for.
 
     Raises:
-        ConfigError: It exists, or its folder does not.
+        ConfigError: It exists, or its folder does not. ``consequence`` is what has not been done.
     """
     folder = Path(path).parent
-    if not is_replaced and os.path.lexists(path):
+    if os.path.lexists(path):
         rule, nearest = "a file that exists is not overwritten", "another name"
     elif not folder.is_dir():
         rule, nearest = "the file is written into a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"
@@ -129,6 +123,43 @@ def takes_config(function: F) -> F:
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
     )(function)
+
+
+def tries_plans(*, budget_s: float | None) -> Callable[[F], F]:
+    """Decorator that adds ``--processes``, ``--memory-gib``, ``--budget-s`` and ``--apply`` of a command that tries plans.
+
+    ``budget_s`` is the default of the budget; None for no limit.
+    """
+    options = (
+        click.option(
+            "--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes)."
+        ),
+        click.option(
+            "--memory-gib",
+            type=FiniteRange(min=0, max=1e6, min_open=True),
+            help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
+        ),
+        click.option(
+            "--budget-s",
+            type=FiniteRange(min=0, min_open=True),
+            default=budget_s,
+            show_default="no limit" if budget_s is None else True,
+            help="Seconds after which no further plan is tried.",
+        ),
+        click.option(
+            "--apply",
+            "overlay",
+            type=ExpandedPath(dir_okay=False),
+            help="Write the settings over CONFIG to this TOML file.",
+        ),
+    )
+
+    def add(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
 
 
 def takes_checkpoint(function: F) -> F:

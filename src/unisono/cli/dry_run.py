@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from unisono.cli.common import print_result
 from unisono.config import Resolved
 from unisono.train.config import RunConfig
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.plan.plan import Plan
     from unisono.train.dry_run import RankMemory
-
-_GIB = 2**30
 
 
 def dry_run(resolved: Resolved[RunConfig], processes: int | None, ranks: Sequence[int], *, as_json: bool) -> None:
@@ -73,9 +72,9 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
         [
             str(rank.rank),
             *([",".join(map(str, rank.stages))] if staged else []),
-            *(f"{size / _GIB:.4g}" for size in (rank.ledger.parameter_bytes, rank.ledger.gradient_bytes)),
-            f"{rank.ledger.state_bytes / _GIB:.4g}",
-            f"{rank.peak.bytes / _GIB:.4g}",
+            *(f"{size / GIB:.4g}" for size in (rank.ledger.parameter_bytes, rank.ledger.gradient_bytes)),
+            f"{rank.ledger.state_bytes / GIB:.4g}",
+            f"{rank.peak.bytes / GIB:.4g}",
             f"{rank.peak.operator} ({rank.peak.kind})",
         ]
         for rank in traced
@@ -86,7 +85,7 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
     yield ""
     largest = max(traced, key=lambda rank: rank.peak.bytes)
     held = ", ".join(
-        f"{kind} {size / _GIB:.4g}"
+        f"{kind} {size / GIB:.4g}"
         for kind, size in sorted(largest.peak.by_kind.items(), key=lambda item: -item[1])
         if size
     )
@@ -95,4 +94,4 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
         yield f"traced {largest.traced_blocks} of {largest.equal_blocks} equal blocks, from which the others follow"
     most = max(traced, key=lambda rank: rank.flops)
     yield f"rank {most.rank} computes most: {most.flops / 1e12:.4g} TFLOP in a step, with what is computed again"
-    yield f"memory here: {limit_bytes / _GIB:.4g}; beside tensors, processes, kernels and communicators take some"
+    yield f"memory here: {limit_bytes / GIB:.4g}; beside tensors, processes, kernels and communicators take some"

@@ -11,11 +11,10 @@ import click
 
 from unisono.cli.common import common_options, print_result
 from unisono.data.options import default_cache_dir
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.planner.plan_record import MeasuredRun
-
-_GIB = 2**30
 
 
 @click.command("accuracy")
@@ -95,7 +94,7 @@ def _line(plan: Mapping[str, Any]) -> str:
     if plan["data_wait_frac"] >= 0.005:
         text += f"; {plan['data_wait_frac']:.0%} of it waiting for data"
     if plan["measured_peak_bytes"] is not None:
-        peaks = (plan[f"{kind}_peak_bytes"] / _GIB for kind in ("predicted", "measured"))
+        peaks = (plan[f"{kind}_peak_bytes"] / GIB for kind in ("predicted", "measured"))
         text += "; memory predicted {:.4g} GiB, measured {:.4g} GiB".format(*peaks)
     return text
 

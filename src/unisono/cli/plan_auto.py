@@ -17,13 +17,13 @@ import click
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
-    FiniteRange,
     check_output,
     common_options,
     load_run_config,
     print_result,
     takes_config,
     train_arguments,
+    tries_plans,
 )
 from unisono.cli.plan_fit import check_overlay, memory_budget_bytes, write_overlay
 from unisono.cli.terminal import echo
@@ -36,12 +36,12 @@ from unisono.exit_codes import REQUEUE
 from unisono.storage.files import os_reason
 from unisono.storage.write_errors import explained_write_errors
 from unisono.train.config import RunConfig
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.planner.fastest import Candidate, FastestPlanSearch
     from unisono.planner.plan_record import Machine
 
-_GIB = 2**30
 # set in the child process that times the ranks with the environment of one: the cores of a rank, with commas; empty: all cores
 _AS_A_RANK: Final = "UNISONO_TRIES_RANKS"
 _CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes what it has made
@@ -49,22 +49,7 @@ _CLEANS_UP_S: Final = 10.0  # in which that process, once interrupted, removes w
 
 @click.command("auto")
 @takes_config
-@click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
-@click.option(
-    "--memory-gib",
-    type=FiniteRange(min=0, max=1e6, min_open=True),
-    help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
-)
-@click.option(
-    "--budget-s",
-    type=FiniteRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Seconds after which no further plan is tried.",
-)
-@click.option(
-    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
-)
+@tries_plans(budget_s=300.0)
 @click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here.")
 @common_options
 def auto(
@@ -85,7 +70,7 @@ def auto(
     """
     check_overlay(config, overlay)
     if report is not None:
-        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
+        check_output("--report", report, consequence="nothing was searched")
     resolved = load_run_config(config, overrides)
     num_ranks = processes or max(1, resolved.value.launch.num_processes)
     if _AS_A_RANK not in os.environ:
@@ -104,7 +89,7 @@ def auto(
     from unisono.planner.fastest import as_json as listed
     from unisono.planner.fastest_page import write_fastest_page
     from unisono.planner.timed_plan import SPREAD
-    from unisono.planner.why_fastest import SOURCES, flips, neighbours
+    from unisono.planner.why_fastest import CANDIDATE_SOURCES, flips, neighbours
 
     settings = {} if found is None else {f"plan.{name}": value for name, value in found.settings.items()}
     if overlay is not None and found is not None:
@@ -126,7 +111,7 @@ def auto(
         "candidates": listed(search.candidates),
         "neighbours": [] if found is None else [asdict(each) for each in neighbours(search.candidates, found)],
         "flips": [] if found is None else [asdict(each) for each in flips(search.candidates, found)],
-        "sources": dict(SOURCES),
+        "sources": dict(CANDIDATE_SOURCES),
         "overlay": overlay if found is not None else None,
     }
     print_result(as_json, result, _verdict(search, found, settings, overlay))
@@ -207,10 +192,10 @@ def _search(
 
     options = resolved.value.plan
     device = find_device(options.device, 0)
-    memory_bytes = round(memory_gib * _GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
+    memory_bytes = round(memory_gib * GIB) if memory_gib else memory_budget_bytes(device, num_ranks)
     if not quiet:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / _GIB:.4g} GiB")
+        echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / GIB:.4g} GiB")
     cache = default_cache_dir(os.environ)
     record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
     with open_trials(resolved) as trials:
@@ -257,7 +242,7 @@ def _line(candidate: Candidate) -> str:
     parts = [f"{name} {seconds:.4g}" for name, seconds in timed.parts_s.items()]
     if candidate.learned.runs:
         parts.append(f"times {candidate.learned.factor:.3g} learned from {candidate.learned.runs} runs")
-    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / _GIB:.4g} GiB"
+    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / GIB:.4g} GiB"
 
 
 def _verdict(

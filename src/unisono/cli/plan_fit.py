@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,40 +17,35 @@ import msgspec
 from unisono.cli.common import (
     LOG,
     ExpandedPath,
-    FiniteRange,
     check_output,
     common_options,
     load_run_config,
     print_result,
     takes_config,
+    tries_plans,
 )
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.config.overlay_text import overlay_text
 from unisono.diagnose.memory_ending import MEMORY_FILE, MemoryEnding, changes_text, ledger_lines
 from unisono.errors import ConfigError, UnisonoError
+from unisono.sanitize import redact
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.run_folder import LOGS_FOLDER, REPORT_FILE, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
+from unisono.train.config import RunConfig
+from unisono.units import GIB
 
 if TYPE_CHECKING:
+    import torch
+
     from unisono.planner.failed_run import FailedRank
     from unisono.planner.fit import Ladder, Rung
-
-_GIB = 2**30
 
 
 @click.command("fit")
 @takes_config
-@click.option("--processes", type=click.IntRange(min=1), help="Ranks of the job (default: launch.num_processes).")
-@click.option(
-    "--memory-gib",
-    type=FiniteRange(min=0, max=1e6, min_open=True),
-    help="Memory for the tensors of a rank (default: a rank's part of this machine's, without what a process takes).",
-)
-@click.option(
-    "--apply", "overlay", type=ExpandedPath(dir_okay=False), help="Write the settings over CONFIG to this TOML file."
-)
+@tries_plans(budget_s=None)
 @click.option(
     "--failed",
     "failed_run",
@@ -60,11 +57,6 @@ _GIB = 2**30
     "--largest-micro-batch",
     is_flag=True,
     help="Find the largest micro-batch that fits too, up to a rank's samples of a step.",
-)
-@click.option(
-    "--budget-s",
-    type=FiniteRange(min=0, min_open=True),
-    help="Seconds after which no further plan is tried (default: all are).",
 )
 @common_options
 def fit(
@@ -85,13 +77,8 @@ def fit(
     """
     check_overlay(config, overlay)
     if failed_run is not None and not config:
-        if not overrides and not (Path(failed_run) / RUN_FILE).exists():
-            raise ConfigError(
-                given=f"--failed {failed_run}, which has no {RUN_FILE}",
-                rule="without CONFIG the configuration is that of the run, which it writes before its first step",
-                consequence="nothing was traced",
-                nearest=f"unisono plan fit CONFIG --failed {failed_run}, with the CONFIG and the --set that the run had",
-            )
+        if not (Path(failed_run) / RUN_FILE).exists():
+            _require_start(failed_run, overrides)
         overrides = (f"run.dir={json.dumps(failed_run)}", *overrides)
     resolved = load_run_config(config, overrides)
     failed = None
@@ -100,6 +87,7 @@ def fit(
 
         failed = read_failed_rank(Path(failed_run))
     from unisono.parallel.device import computes_bf16, find_device
+    from unisono.planner.compute_time import COMPUTE_SOURCE
     from unisono.planner.fit import Ladder
     from unisono.planner.run_trials import open_trials
 
@@ -107,22 +95,24 @@ def fit(
     device = find_device(resolved.value.plan.device, 0)
     measured = None if failed is None else failed.budget_bytes(num_ranks)
     if memory_gib:
-        budget = round(memory_gib * _GIB)
+        budget = round(memory_gib * GIB)
     elif measured is not None:
         budget = measured
     else:
         # what kernels and the allocator took of a rank that was killed is not known: half is left to them
         budget = memory_budget_bytes(device, num_ranks) // (1 if failed is None else 2)
 
+    compute_s = _compute_seconds(resolved.value, device, num_ranks)
+
     def show(rung: Rung) -> None:
         if failed is not None and len(ladder.rungs) == 1 and not as_json:
             for line in ledger_lines(_memory_ending(failed, ladder, None)):
                 echo(line)
         if not as_json:
-            echo(_line(rung, ladder))
+            echo(_line(rung, ladder, compute_s(rung)))
 
     if not as_json and failed is None:
-        echo(f"tensors of a rank may take {budget / _GIB:.4g} GiB")
+        echo(f"tensors of a rank may take {budget / GIB:.4g} GiB")
     with sigterm_interrupts(), open_trials(resolved) as trials:
         ladder = Ladder(
             trace=trials.trace,
@@ -149,14 +139,32 @@ def fit(
         "fits": found is not None,
         "settings": settings,
         "plan": None if found is None or found.plan is None else found.plan.to_json(),
-        "rungs": [_as_json(rung) for rung in ladder.rungs],
+        "rungs": [_as_json(rung, compute_s(rung)) for rung in ladder.rungs],
         "largest_micro_batch": None if largest is None or largest.plan is None else largest.plan.batch.micro_batch,
         "is_cut": ladder.is_cut,
+        "sources": {"compute_s": COMPUTE_SOURCE},
         "overlay": overlay if found is not None else None,
     }
     print_result(as_json, result, _verdict(ladder, found, settings, overlay, largest))
     if found is None:
         raise SystemExit(1)
+
+
+def _require_start(failed_run: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError unless ``overrides`` have all that the run, which wrote no configuration, was started with."""
+    from unisono.planner.failed_run import started_with
+
+    started = started_with(Path(failed_run))
+    if started is not None and set(started) <= set(redact([f"--set={text}" for text in overrides])):
+        return
+    what = "CONFIG" if started is None else shlex.join(started)
+    raise ConfigError(
+        given=f"--failed {failed_run}, which has no {RUN_FILE}, without what the run was started with",
+        rule=f"the configuration is CONFIG, or that of the run; it writes its {RUN_FILE} before its first step",
+        consequence="nothing was traced",
+        nearest=f"unisono plan fit --failed {shlex.quote(failed_run)} {what}"
+        + (", with the CONFIG and each --set of the run" if started is None else ""),
+    )
 
 
 def check_overlay(config: tuple[str, ...], overlay: str | None) -> None:
@@ -198,14 +206,38 @@ def memory_budget_bytes(device: Any, num_ranks: int) -> int:
     )
 
 
-def _line(rung: Rung, ladder: Ladder) -> str:
+def _compute_seconds(config: RunConfig, device: torch.device, num_ranks: int) -> Callable[[Rung], float | None]:
+    """Gives the seconds of compute in a step of the rank with the most; None where this host was not measured for that."""
+    from unisono.data.options import default_cache_dir
+    from unisono.launch.resources import divide_host
+    from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+    from unisono.planner.compute_time import measured_flops_per_s
+
+    known = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
+    threads = divide_host(replace(config.launch, num_processes=num_ranks), busy_frac=0.0).threads
+
+    def compute_s(rung: Rung) -> float | None:
+        if rung.plan is None or not rung.flops:
+            return None
+        compute = rung.plan.precision.compute
+        flops_per_s = measured_flops_per_s(known, device, compute, num_ranks=num_ranks, threads=threads)
+        return rung.flops / flops_per_s if flops_per_s else None
+
+    return compute_s
+
+
+def _line(rung: Rung, ladder: Ladder, compute_s: float | None) -> str:
     if rung.largest is None:
         return f"  {rung.measure}: not possible ({rung.refused})"
     peak, budget_bytes = rung.largest.peak, ladder.budget_bytes
-    less = "fits" if rung.fits(budget_bytes) else f"{(peak.bytes - budget_bytes) / _GIB:.4g} GiB too much"
+    less = "fits" if rung.fits(budget_bytes) else f"{(peak.bytes - budget_bytes) / GIB:.4g} GiB too much"
     place = f"{_gib(peak.bytes)} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind})"
     configured = ladder.rungs[0].flops
     computed = f"; {rung.flops / configured:.3g} x the FLOPs" if rung.flops != configured and configured else ""
+    if compute_s is not None:
+        from unisono.observe.run_summary import short_time
+
+        computed += f"; {short_time(compute_s)} a step (modelled, compute only)"
     return f"  {rung.measure}: {place}{computed}; {less}"
 
 
@@ -271,10 +303,10 @@ def _peak_bytes(rung: Rung) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.4g}"
+    return f"{size / GIB:.4g}"
 
 
-def _as_json(rung: Rung) -> dict[str, Any]:
+def _as_json(rung: Rung, compute_s: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {"measure": rung.measure, "settings": dict(rung.settings), "refused": rung.refused or None}
     if rung.largest is not None:
         peak = rung.largest.peak
@@ -282,6 +314,7 @@ def _as_json(rung: Rung) -> dict[str, Any]:
             "rank": rung.largest.rank,
             "peak_bytes": peak.bytes,
             "flops": rung.flops,
+            "compute_s": compute_s,
             "peak_operator": peak.operator,
             "peak_phase": peak.kind,
             "peak_bytes_by_kind": peak.by_kind,

@@ -13,12 +13,12 @@ import click
 from unisono.cli.common import LOG, ExpandedPath, FiniteRange, check_output, print_result
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.planner.layout_space import Job
 
 F = TypeVar("F", bound=Callable[..., object])
-_GIB = 2**30
 _MOST_COUNT = 1 << 53
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -73,7 +73,7 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
     if apply is not None:
         check_output("--apply", apply, consequence="nothing was searched")
     if report is not None:
-        check_output("--report", report, consequence="nothing was searched", is_replaced=True)
+        check_output("--report", report, consequence="nothing was searched")
     try:
         job = _job(**options)
         compared = compare(job)
@@ -134,7 +134,7 @@ def _job(
         seq_len=layout.seq_len,
         compiled=is_compiled,
         pins=_pins(pins),
-        memory_bytes=(memory_gib or 0) * _GIB,
+        memory_bytes=(memory_gib or 0) * GIB,
     )
 
 

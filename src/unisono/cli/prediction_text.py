@@ -47,17 +47,17 @@ def _tflops(flops_per_s: float) -> str:
 
 
 def _parts(parts_s: Mapping[str, float], step_s: float) -> Iterator[str]:
-    from unisono.planner.number_sources import SOURCES
+    from unisono.planner.number_sources import LAYOUT_SOURCES
 
     for name, seconds in sorted(parts_s.items(), key=lambda item: -item[1]):
         if seconds >= 0.001 * step_s:
-            yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}  {SOURCES[name].kind}"
+            yield f"  {name.replace('_', ' '):<18}{seconds:>10.4g} s  {seconds / step_s:>6.1%}  {LAYOUT_SOURCES[name].kind}"
 
 
 def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
     """The memory of the device that needs most, and what it consists of."""
     from unisono.observe.run_summary import format_gib
-    from unisono.planner.number_sources import SOURCES
+    from unisono.planner.number_sources import LAYOUT_SOURCES
 
     peak, has = prediction.peak_bytes, layout.device.memory_bytes
     yield f"memory {format_gib(peak)} of {format_gib(has)}" + (
@@ -65,4 +65,4 @@ def _memory(layout: Layout, prediction: Prediction) -> Iterator[str]:
     )
     for name, size in sorted(prediction.memory.items(), key=lambda item: -item[1]):
         if size >= 0.001 * peak:
-            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}  {SOURCES[name].kind}"
+            yield f"  {name.replace('_', ' '):<18}{format_gib(size):>10}    {size / peak:>6.1%}  {LAYOUT_SOURCES[name].kind}"

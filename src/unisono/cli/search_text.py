@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def search_json(answer: Answer) -> dict[str, Any]:
     """All that a search says."""
-    from unisono.planner.number_sources import SOURCES
+    from unisono.planner.number_sources import LAYOUT_SOURCES
 
     found, best = answer.found, None
     if found.best is not None and answer.prediction is not None:
@@ -65,7 +65,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
         "pareto": [_facts(each) for each in found.pareto],
         "smallest": _facts(found.smallest),
         "without_limit": _facts(found.without_limit),
-        "sources": {name: asdict(source) for name, source in SOURCES.items()},
+        "sources": {name: asdict(source) for name, source in LAYOUT_SOURCES.items()},
     }
 
 

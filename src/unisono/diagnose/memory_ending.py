@@ -12,9 +12,9 @@ import msgspec
 from unisono.diagnose.ending import Ending
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import LAUNCH_FILE, LOGS_FOLDER
+from unisono.units import GIB
 
 MEMORY_FILE: Final = "out-of-memory.json"  # in the folder of the logs
-_GIB: Final = 2**30
 _Bytes = Annotated[int, msgspec.Meta(ge=-(1 << 60), le=1 << 60)]  # JSON has integers beyond any float
 
 
@@ -116,4 +116,4 @@ def _measured(sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.4g}"
+    return f"{size / GIB:.4g}"

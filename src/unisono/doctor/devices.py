@@ -10,11 +10,11 @@ from unisono.device.health import DeviceHealth, no_health
 from unisono.device.kernel_log import KernelError, kernel_lines
 from unisono.doctor.check import Check, judged
 from unisono.sanitize import shorten
+from unisono.units import GIB
 
 if TYPE_CHECKING:
     from unisono.device.adapter import DeviceAdapter, DeviceMemory
 
-_GIB: Final = 2**30
 _SHOWN: Final = 8
 
 
@@ -62,7 +62,7 @@ def held_memory(memory: Sequence[DeviceMemory | None], health: Sequence[DeviceHe
         used = 0 if told is None else told.limit_bytes - told.free_bytes
         if others or (told is not None and told.free_bytes < 0.9 * told.limit_bytes):
             by = f" (processes {', '.join(map(str, others[:_SHOWN]))})" if others else ""
-            held[index] = f"{used / _GIB:.3g} GiB{by}"
+            held[index] = f"{used / GIB:.3g} GiB{by}"
     cure = "end the processes that hold it, or choose other devices (CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES)"
     return judged("DEV02", "memory held by others", _listed(held) or "none", warning=cure if held else "")
 

@@ -14,9 +14,9 @@ import psutil
 from unisono.doctor.check import Check, judged
 from unisono.launch.resources import allowed_cores, cpu_quota
 from unisono.observe.host_memory import host_memory_limit_bytes
+from unisono.units import GIB
 
-_GIB: Final = 2**30
-_MIN_SHARED_BYTES: Final = _GIB
+_MIN_SHARED_BYTES: Final = GIB
 _MIN_FILES: Final = 65_536
 _TIME_ERROR: Final = 5  # of adjtimex(2): the clock is not synchronised
 
@@ -38,7 +38,7 @@ def _shared_memory(folder: Path) -> Check:
     except OSError as error:
         cure = "mount a tmpfs there; in a container: --ipc=host or --shm-size=8g"
         return judged("HOST01", title, f"{folder}: {error.strerror}", failure=cure)
-    evidence = f"{folder} has {usage.total / _GIB:.3g} GiB, {usage.free / _GIB:.3g} free"
+    evidence = f"{folder} has {usage.total / GIB:.3g} GiB, {usage.free / GIB:.3g} free"
     cure = "worker processes of the loader and sums between processes pass batches there; in a container: --shm-size=8g"
     return judged("HOST01", title, evidence, failure=cure if usage.free < _MIN_SHARED_BYTES else "")
 
@@ -77,10 +77,10 @@ def _memory() -> Check:
         psutil.virtual_memory().total,
         psutil.virtual_memory().available,
     )
-    evidence = f"{limit / _GIB:.3g} GiB for this process, {min(limit, available) / _GIB:.3g} available"
+    evidence = f"{limit / GIB:.3g} GiB for this process, {min(limit, available) / GIB:.3g} available"
     cure = ""
     if limit < total / 2:
-        cure = f"the control group gives it a part of {total / _GIB:.3g} GiB: a larger limit for the container"
+        cure = f"the control group gives it a part of {total / GIB:.3g} GiB: a larger limit for the container"
     elif available < total / 10:
         cure = "other processes hold the memory: end them"
     return judged("HOST04", "memory", evidence, warning=cure)
@@ -88,7 +88,7 @@ def _memory() -> Check:
 
 def _swap() -> Check:
     swap = psutil.swap_memory()
-    evidence = f"{swap.used / _GIB:.3g} of {swap.total / _GIB:.3g} GiB used"
+    evidence = f"{swap.used / GIB:.3g} of {swap.total / GIB:.3g} GiB used"
     is_used = swap.total > 0 and swap.used > swap.total / 4
     return judged("HOST05", "swap", evidence, warning="memory was short: end other processes" if is_used else "")
 

@@ -28,8 +28,8 @@ from unisono.observe.host_memory import host_memory_limit_bytes
 from unisono.sanitize import is_secret, shorten
 from unisono.storage.files import file_digest, open_new, os_reason
 from unisono.storage.run_folder import RUN_FILE
+from unisono.units import GIB
 
-_GIB: Final = 2**30
 _PREFIXES: Final = ("NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HIP_", "MALLOC_", "UNISONO_")
 # what a launcher gives each rank or host for itself, and what tells no more than its host's name
 _OWN: Final = ("UNISONO_LAUNCH", "UNISONO_LOGS", "UNISONO_SECRET_FD", "TORCH_NCCL_RANKS", "TORCHELASTIC_RUN_ID")
@@ -172,7 +172,7 @@ def device_facts() -> Facts:
         return {"devices": "the CPU alone", "processor": platform.machine()}
     count = adapter.count()
     names = [adapter.device_name(index) for index in range(count)]
-    memory = [f"{told.limit_bytes / _GIB:.3g}" for index in range(count) if (told := adapter.memory(index)) is not None]
+    memory = [f"{told.limit_bytes / GIB:.3g}" for index in range(count) if (told := adapter.memory(index)) is not None]
     return {
         "number of devices": str(count),
         "devices": ", ".join(dict.fromkeys(names)),
@@ -204,10 +204,10 @@ def limit_facts() -> Facts:
         "processes": limit(resource.RLIMIT_NPROC),
         "cores": str(psutil.cpu_count(logical=False) or os.cpu_count()),
         "CPU quota": str(cpu_quota()),
-        "memory in GiB": f"{host_memory_limit_bytes() / _GIB:.2g}",
+        "memory in GiB": f"{host_memory_limit_bytes() / GIB:.2g}",
     }
     with suppress(OSError):
-        facts["/dev/shm in GiB"] = f"{shutil.disk_usage('/dev/shm').total / _GIB:.2g}"
+        facts["/dev/shm in GiB"] = f"{shutil.disk_usage('/dev/shm').total / GIB:.2g}"
     return facts
 
 

@@ -14,8 +14,8 @@ from unisono.dist.interpreter import code_command
 from unisono.doctor.check import Check, judged
 from unisono.measure.storage import timed_write
 from unisono.storage.files import file_lock, os_reason
+from unisono.units import GIB
 
-_GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
 # what a second process does with a file that this one has locked
 _SECOND_PROCESS = """
@@ -51,12 +51,12 @@ def nearest_folder(folder: Path) -> Path:
 def _room(folder: Path) -> Check:
     usage = shutil.disk_usage(folder)
     files = os.statvfs(folder)
-    evidence = f"{folder.resolve()} has {usage.free / _GIB:.3g} of {usage.total / _GIB:.3g} GiB free"
+    evidence = f"{folder.resolve()} has {usage.free / GIB:.3g} of {usage.total / GIB:.3g} GiB free"
     cure = "remove old runs, or another run.dir"
     if files.f_files and files.f_favail < 1000:
         evidence += f", and room for {files.f_favail} more files"
-    is_full = usage.free < _GIB // 4 or (files.f_files > 0 and files.f_favail < 1000)
-    is_short = usage.free < usage.total * 0.05 and usage.free < 20 * _GIB
+    is_full = usage.free < GIB // 4 or (files.f_files > 0 and files.f_favail < 1000)
+    is_short = usage.free < usage.total * 0.05 and usage.free < 20 * GIB
     return judged("DISK01", "room", evidence, failure=cure if is_full else "", warning=cure if is_short else "")
 
 

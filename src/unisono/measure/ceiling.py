@@ -160,11 +160,14 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | 
     return PeakFlops(value=result.tflops * _T, kind="measured", name=name)
 
 
-def matmul_key(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The name of a device with its arithmetic, and the key of its rate in a calibration file."""
+def matmul_key(device: torch.device, dtype: torch.dtype, *, threads: int = 0) -> tuple[str, str]:
+    """The name of a device with its arithmetic, and the key of its rate in a calibration file.
+
+    ``threads`` are those of a process on a CPU; 0 for those of this one.
+    """
     import torch
 
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    threads = threads or torch.get_num_threads() if device.type == "cpu" else 0
     where = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}"
     name = f"{where}, {threads} threads" if threads else where
     return name, f"matmul | {name} | torch {torch.__version__}"

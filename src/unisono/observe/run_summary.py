@@ -13,6 +13,7 @@ from unisono.observe.events import Event, is_count, number
 from unisono.observe.goodput import CATEGORIES, Goodput
 from unisono.observe.history import Counts, Floats, RankHistory
 from unisono.observe.meters import ALL_PHASES
+from unisono.units import GIB
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS: Final = "_.-~=+*#"
@@ -280,6 +281,6 @@ def short_time(seconds: float) -> str:
 
 def format_gib(count_bytes: float) -> str:
     """Format bytes as GiB (2^30), or as MiB below 0.1 GiB."""
-    if count_bytes < 0.1 * 2**30:
+    if count_bytes < 0.1 * GIB:
         return f"{count_bytes / 2**20:.3g} MiB"
-    return f"{count_bytes / 2**30:{'.3g' if count_bytes < 1000 * 2**30 else ',.0f'}} GiB"
+    return f"{count_bytes / GIB:{'.3g' if count_bytes < 1000 * GIB else ',.0f'}} GiB"

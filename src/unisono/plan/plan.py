@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -254,7 +255,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the strategy file: JSON, a line per field, always in the same order."""
-        write_atomically(Path(path), json.dumps(self.to_json(), indent=1).encode() + b"\n")
+        write_atomically(Path(path), strategy_text(self.to_json()).encode())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -299,6 +300,13 @@ class Plan:
             f" {mesh.dp_world_size} ranks x {batch.accumulation} x {batch.micro_batch}, sync {sync.kind}{details}"
             f", recompute {self.recompute.mode}, compile {self.backend.compile}"
         )
+
+
+def strategy_text(data: Mapping[str, Any]) -> str:
+    """The text of a strategy file: JSON with a line per field; also lists of numbers take one."""
+    text = json.dumps(data, indent=1)
+    # no string of JSON has a line break
+    return re.sub(r"\[\n([-+.\de,\s]+)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def read_strategy_file(path: Path) -> dict[str, Any]:

@@ -30,10 +30,11 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError, nearest_name
 from unisono.planner.devices import DEVICES, Device, find_device
 from unisono.planner.layout import LayoutError
+from unisono.units import GIB
 
 SUFFIX: Final = ".toml"
 _NODES: Final = "nodes"  # a table that files of other tools have
-_T, _GB, _GIB = 1e12, 1e9, 2**30
+_T, _GB = 1e12, 1e9
 _CALIBRATE: Final = "unisono plan calibrate --output FILE.toml measures those of this machine"
 
 
@@ -193,7 +194,7 @@ def as_cluster(options: ClusterOptions, *, place: str, num_devices: int = 0) -> 
     device = replace(
         base,
         tflops={**base.tflops, **tflops},
-        memory_bytes=options.memory_gib * _GIB if options.memory_gib else base.memory_bytes,
+        memory_bytes=options.memory_gib * GIB if options.memory_gib else base.memory_bytes,
         memory_bytes_per_s=options.memory_tb_per_s * _T if options.memory_tb_per_s else base.memory_bytes_per_s,
         link_bytes_per_s=link * _GB if link else unlimited,
         domain=domain,

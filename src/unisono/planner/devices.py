@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from unisono.units import GIB
+
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 
 _T: Final = 1e12
 _GB: Final = 1e9
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ def _device(
     return Device(
         name=name,
         tflops=dict(tflops),  # pyright: ignore[reportArgumentType]
-        memory_bytes=memory_gib * _GIB,
+        memory_bytes=memory_gib * GIB,
         memory_bytes_per_s=memory_tb_per_s * _T,
         link_bytes_per_s=link_gb_per_s * _GB,
         domain=domain,

@@ -14,7 +14,7 @@ from unisono.errors import ConfigError, DataError, PlanError
 from unisono.observe.host_memory import ProcessMemory, host_memory_limit_bytes, tensor_budget_bytes
 from unisono.plan.plan import Plan
 from unisono.storage.ownership import read_own_json
-from unisono.storage.run_folder import LOGS_FOLDER, PLAN_FILE
+from unisono.storage.run_folder import LAUNCH_FILE, LOGS_FOLDER, PLAN_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,19 @@ def read_failed_rank(run_dir: Path) -> FailedRank:
         consequence="nothing was traced",
         nearest=f"unisono diagnose {run_dir} says why it ended; without --failed a plan is fitted to the memory of this machine",
     )
+
+
+def started_with(run_dir: Path) -> list[str] | None:
+    """The files and settings that the run's ``unisono train`` got, as its launcher recorded them; None if it recorded none.
+
+    Secrets are recorded as ``sanitize.redact`` leaves them.
+    """
+    try:
+        command = [str(word) for word in read_own_json(run_dir / LAUNCH_FILE)["command"]]
+        words = command[command.index("train") + 1 :]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return [word for word in words if not word.startswith("-") or word.startswith("--set=")]
 
 
 def _killed_rank(run_dir: Path, ending: Ending) -> FailedRank:

@@ -9,7 +9,7 @@ from typing import Final
 from unisono.planner.fastest import Candidate, changes_in_words
 from unisono.planner.timed_plan import SPREAD
 from unisono.planner.timeline_chart import timeline_chart
-from unisono.planner.why_fastest import SOURCES, flips, neighbours
+from unisono.planner.why_fastest import CANDIDATE_SOURCES, flips, neighbours
 from unisono.report.bars import stacked_bars
 from unisono.report.charts import PHASE_COLOURS
 from unisono.report.html import render_page
@@ -17,8 +17,8 @@ from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
+from unisono.units import GIB
 
-_GIB: Final = 2**30
 _COLOURS: Final = {
     "work": PHASE_COLOURS["backward"],
     "pipeline": PHASE_COLOURS["bubble"],
@@ -58,7 +58,7 @@ def write_fastest_page(
     figures = [
         Figure("step", f"{best.step_s:.4g} s"),
         Figure("nine of ten such steps", f"{best.step_s / (1 + SPREAD):.4g} to {best.step_s * (1 + SPREAD):.4g} s"),
-        Figure("memory of a rank", f"{(best.peak_bytes or 0) / _GIB:.4g} GiB of {memory_bytes / _GIB:.4g} GiB"),
+        Figure("memory of a rank", f"{(best.peak_bytes or 0) / GIB:.4g} GiB of {memory_bytes / GIB:.4g} GiB"),
         Figure("plans considered", f"{len(candidates)}; {len(timed)} timed"),
     ]
     page = render_page(
@@ -93,7 +93,7 @@ def _step_section(timed: Sequence[Candidate]) -> Section:
             **{name: PHASE_COLOURS.get(f"comm_exposed_{name}", "#d29922") for name in names if name not in _COLOURS},
         },
     )
-    table = Table(head=("number", "source"), rows=[[name, source] for name, source in SOURCES.items()])
+    table = Table(head=("number", "source"), rows=[[name, source] for name, source in CANDIDATE_SOURCES.items()])
     return Section(title="Time of a step", note="Predicted, of each plan that fits.", charts=[chart], tables=[table])
 
 
@@ -108,12 +108,12 @@ def _memory_section(candidates: Sequence[Candidate], memory_bytes: int) -> Secti
         unit="GiB",
         colours={"fits": "#2da44e", "does not fit": "#cf222e"},
     )  # fmt: skip
-    note = f"Tensors of a rank may take {memory_bytes / _GIB:.4g} GiB."
+    note = f"Tensors of a rank may take {memory_bytes / GIB:.4g} GiB."
     return Section(title="Memory", note=note, charts=[chart])
 
 
 def _gib(candidate: Candidate) -> float:
-    return (candidate.peak_bytes or 0) / _GIB
+    return (candidate.peak_bytes or 0) / GIB
 
 
 def _why_section(candidates: Sequence[Candidate], best: Candidate) -> Section:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import VERSION, Plan
+from unisono.plan.plan import VERSION, Plan, strategy_text
 from unisono.plan.resolve import derive_plan
 from unisono.plan.validate import validate_plan
 from unisono.planner.layout import Layout
@@ -75,4 +74,4 @@ def write_strategy(path: Path, layout: Layout) -> None:
         PlanError: No run has this layout.
         OSError: The file cannot be written.
     """
-    write_atomically(path, json.dumps(strategy(layout), indent=1).encode() + b"\n")
+    write_atomically(path, strategy_text(strategy(layout)).encode())

@@ -18,8 +18,9 @@ from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, DeviceR
 from unisono.measure.ceiling import cpu_name
 from unisono.planner.cluster_file import Cluster, ClusterOptions, TflopsOptions, as_cluster, even_cluster, fields_of
 from unisono.planner.devices import Device, find_device
+from unisono.units import GIB
 
-_T, _GB, _GIB = 1e12, 1e9, 2**30
+_T, _GB = 1e12, 1e9
 _LEAST_BYTES = 1 << 20  # of a sum: smaller ones show the latency
 
 
@@ -73,7 +74,7 @@ def measured_options(rate: DeviceRate, links: Sequence[LinkRate]) -> ClusterOpti
         device=rate.name if device is None else device.name,
         num_devices=rate.ranks,
         devices_per_domain=rate.ranks // len(rate.hosts) if rate.ranks % len(rate.hosts) == 0 else None,
-        memory_gib=_rounded(rate.memory_bytes / _GIB),
+        memory_gib=_rounded(rate.memory_bytes / GIB),
         memory_tb_per_s=_rounded(rate.memory_bytes_per_s / _T) if device is None else None,
         link_gb_per_s=_rounded(ring / _GB) if len(rate.hosts) == 1 else None,
         network_gbit_per_s=_rounded(network * 8 / _GB),

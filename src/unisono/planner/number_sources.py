@@ -24,8 +24,8 @@ def _fitted(text: str) -> Source:
     return Source(kind="fitted", text=f"{text}; constants fitted to published runs (step_time.json)")
 
 
-# by the names of ``StepParts`` and ``MemoryParts``, and of the totals
-SOURCES: Final[Mapping[str, Source]] = {
+# of a layout on a cluster, nothing of which is measured here, by the names of ``StepParts`` and ``MemoryParts`` and of totals
+LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "params": Source(kind="exact", text="matrices of the model's shape"),
     "step_s": _fitted("the sum of the parts of the step"),
     "spread": _fitted("errors of published runs whose source no constant was fitted to"),

@@ -11,7 +11,7 @@ from unisono.planner.answer import Answer
 from unisono.planner.layout import Layout
 from unisono.planner.layout_space import Job
 from unisono.planner.layout_timeline import layout_timeline
-from unisono.planner.number_sources import SOURCES
+from unisono.planner.number_sources import LAYOUT_SOURCES
 from unisono.planner.peak_memory import COUNTED
 from unisono.planner.search import SearchResult
 from unisono.planner.simulate import Prediction
@@ -24,8 +24,8 @@ from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
+from unisono.units import GIB
 
-_GIB: Final = 2**30
 _FILLS: Final = 3  # micro-batches of the chart of passes, as a multiple of the ranks of the pipeline
 _STEP_NOTE: Final = "Means over the pipeline ranks; bubble and imbalance are what these wait for each other."
 _COLOURS: Final = {
@@ -66,7 +66,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     assert best is not None
     sections = [
         _ledger("Time of a step", "time", best.parts_s, "s", 1.0, _STEP_NOTE),
-        _ledger("Memory", "memory", best.memory, "GiB", _GIB, "Of the device that needs most."),
+        _ledger("Memory", "memory", best.memory, "GiB", GIB, "Of the device that needs most."),
         _stages(answer),
         *_passes(found.best.layout, best),
         _front(found),
@@ -112,8 +112,8 @@ def _ledger(title: str, name: str, parts: Mapping[str, float], unit: str, scale:
             part.replace("_", " "),
             f"{value / scale:.4g} {unit}",
             f"{value / total:.1%}",
-            SOURCES[part].kind,
-            SOURCES[part].text,
+            LAYOUT_SOURCES[part].kind,
+            LAYOUT_SOURCES[part].text,
         ]
         for part, value in largest
     ]
@@ -141,11 +141,11 @@ def _front(found: SearchResult) -> Section:
         "type": "scatter",
         "mode": "lines+markers",
         "name": "no other is faster and smaller",
-        "x": [each.needed_bytes / _GIB for each in found.pareto],
+        "x": [each.needed_bytes / GIB for each in found.pareto],
         "y": times,
         "text": texts,
     }
-    limit = found.limit_bytes / _GIB
+    limit = found.limit_bytes / GIB
     fits: dict[str, Any] = {
         "type": "scatter",
         "mode": "lines",
@@ -179,7 +179,7 @@ def _stages(answer: Answer) -> Section:
             name,
             *(
                 f"{value:.4g}"
-                for value in (stage.rank, stage.blocks, *(size / _GIB for size in (*stage.parts, stage.counted)))
+                for value in (stage.rank, stage.blocks, *(size / GIB for size in (*stage.parts, stage.counted)))
             ),
         ]
         for name, stage in answer.stages.items()

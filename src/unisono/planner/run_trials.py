@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from unisono.config import Resolved
@@ -14,6 +12,7 @@ from unisono.dist import JobSpec, World
 from unisono.observe.events import EventLog
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.storage.scratch import scratch_folder
 from unisono.train.build import RunData, build_data, build_trainer, resolve_run
 from unisono.train.config import RunConfig
 from unisono.train.dry_run import RankMemory
@@ -64,7 +63,7 @@ def open_trials(resolved: Resolved[RunConfig]) -> Generator[RunTrials]:
     config = replace(config, run=replace(config.run, resume="never"))
     data = build_data(config)
     with (
-        TemporaryDirectory(prefix="unisono-dry-run-") as folder,
-        EventLog(Path(folder) / "events.jsonl", rank=0, run_id="dry-run", attempt=1) as events,
+        scratch_folder("unisono-dry-run-") as folder,
+        EventLog(folder / "events.jsonl", rank=0, run_id="dry-run", attempt=1) as events,
     ):
         yield RunTrials(config=config, data=data, events=events)

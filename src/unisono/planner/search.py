@@ -147,17 +147,8 @@ def step_times(layouts: Sequence[Layout]) -> Numbers:
     return step_time(count_work(layouts), efficiencies(layouts, fitted), fitted).total
 
 
-def search(job: Job) -> SearchResult:
-    """The fastest layout of ``job`` that fits. The same job has the same result.
-
-    Raises:
-        LayoutError: No layout is legal.
-    """
-    return choose(job, compare(job))
-
-
 def choose(job: Job, compared: LayoutTable) -> SearchResult:
-    """The result of a search for ``job``, whose layouts are ``compared``."""
+    """The fastest layout of ``job`` that fits, among those that are ``compared``. The same job has the same result."""
     times, needs, limit = compared.step_s, compared.needed_bytes, memory_limit(job)
     fits = needs <= limit
     best = compared.fastest(fits) if fits.any() else None

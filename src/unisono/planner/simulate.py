@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final
 
 from unisono.errors import ConfigError
 from unisono.planner.layout import Layout, LayoutError
@@ -12,13 +11,13 @@ from unisono.planner.layout_columns import read_layout
 from unisono.planner.peak_memory import MemoryParts, peak_memory
 from unisono.planner.step_time import StepParts, efficiencies, fitted_constants, step_time
 from unisono.planner.step_work import count_work
+from unisono.units import GIB
 
 # appended to rows, under the names that tools for published runs use; ``confidence`` is ``Prediction.spread``
 PREDICTED = (
     *("pred_step_time_s", "pred_tflops_per_gpu", "pred_tokens_per_s_per_gpu", "pred_mfu", "pred_peak_mem_gib"),
     *("confidence", "error"),
 )
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +105,7 @@ def as_columns(prediction: Prediction) -> dict[str, str]:
         prediction.model_flops_per_s / 1e12,
         prediction.tokens_per_s,
         prediction.utilization,
-        prediction.peak_bytes / _GIB,
+        prediction.peak_bytes / GIB,
         prediction.spread,
     )
     return {**dict(zip(PREDICTED, (f"{value:.6g}" for value in values), strict=False)), "error": ""}

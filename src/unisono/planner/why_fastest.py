@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from unisono.planner.fastest import Candidate, changes_in_words
 
-# where the numbers of a candidate are from
-SOURCES: Final[Mapping[str, str]] = {
+# where the numbers of a candidate are from, some of them measured; those of a layout on a cluster: number_sources.LAYOUT_SOURCES
+CANDIDATE_SOURCES: Final[Mapping[str, str]] = {
     "peak_bytes": "exact: tensors of a traced step",
     "work_s": "measured: steps of one rank of this run",
     "communication_s": "calibrated: counted bytes, at the speed that plan calibrate measured between ranks that compute",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unisono.errors import ConfigError
 from unisono.sanitize import quoted, shorten
 from unisono.storage.files import MAX_SHOWN_PATH, look_up, require_regular
 from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_UNCOUNTED_LAYERS, read_json
+from unisono.storage.scratch import scratch_folder
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -70,8 +70,7 @@ class PretrainedFolder:
     @contextmanager
     def checked_files(self) -> Generator[Path]:
         """A temporary folder with these files alone: the others of the folder can have no effect on what is loaded."""
-        with tempfile.TemporaryDirectory(prefix="unisono-pretrained-") as name:
-            folder = Path(name)
+        with scratch_folder("unisono-pretrained-") as folder:
             (folder / _CONFIG).write_text(json.dumps(self.config), encoding="utf-8")
             if self.generation is not None:
                 (folder / _GENERATION).write_text(json.dumps(self.generation), encoding="utf-8")

@@ -525,7 +525,8 @@ def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> An
         rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
         f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
         consequence="the run lacks this component, and nothing was started",
-        nearest=nearest_name(part, names) if names else "give a callable in a Python configuration file",
+        nearest=(f"{nearest_name(part, names)}; or " if names else "")
+        + "code of your own, in a Python file as unisono init --python writes one",
     )
 
 

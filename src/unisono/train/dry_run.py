@@ -85,19 +85,17 @@ def trace_ranks(
     options: Plan | PlanOptions,
     world_size: int,
     ranks: Sequence[int] = (),
-    *,
-    extrapolates: bool = True,
 ) -> list[RankMemory]:
     """Trace steps of ``ranks`` of a job of ``world_size``; by default ``ranks_to_trace``.
 
     The samples of the first step are read, by this process alone. Blocks are not compiled: compiled, they mostly take less.
+    A few of many equal blocks are traced, where the memory of all follows from theirs.
 
     Args:
         given: What the run is made of.
         options: The plan, or its options.
         world_size: Ranks of the job.
         ranks: The ranks to trace.
-        extrapolates: Whether a few of many equal blocks are traced, where the memory of all follows from theirs.
 
     Raises:
         ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
@@ -107,7 +105,7 @@ def trace_ranks(
     plan = replace(plan, backend=replace(plan.backend, compile="off"))
     wanted = list(ranks) or ranks_to_trace(plan)
     model = given.model if isinstance(given.model, nn.Module) else deferred_init(given.model).model
-    equal = find_equal_blocks(model, plan) if extrapolates else None
+    equal = find_equal_blocks(model, plan)
     traced = {rank: memory for rank in wanted if equal and (memory := _extrapolate(given, plan, rank, model, equal))}
     left = [rank for rank in wanted if rank not in traced]
     traced |= trace_places(given, plan, ranks_that_show(plan, left), {})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from unisono.observe.events import EventLog
 from unisono.parallel.deferred_init import deferred_init
 from unisono.parallel.pipeline.executor import HiddenStates
 from unisono.plan.plan import Plan
+from unisono.storage.scratch import scratch_folder
 from unisono.train.assembly import RunInputs, RunParts, agree_on_run, assemble
 from unisono.train.objectives import as_objective
 from unisono.train.setup import resolve_plan
@@ -44,7 +43,7 @@ def assembled_rank(
     """
     resources: list[Any] = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="unisono-dry-run-")))
+        folder = stack.enter_context(scratch_folder("unisono-dry-run-"))
         world = stack.enter_context(simulated_world(rank, plan.mesh.world_size))
         device, plan = resolve_plan(plan, world.job)
         events = stack.enter_context(EventLog(folder / "events.jsonl", rank=rank, run_id="dry-run", attempt=1))

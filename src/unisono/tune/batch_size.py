@@ -29,6 +29,7 @@ from unisono.storage.files import write_atomically
 from unisono.storage.limits import MAX_PLAN_BYTES
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import EVENTS_FOLDER, PLAN_FILE
+from unisono.units import GIB
 
 RECORD_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
@@ -36,7 +37,6 @@ _STEPS: Final = 12  # enough for a median step without the first ones
 _TIMEOUT_S: Final = 1800.0
 _ROOM_FRAC: Final = 0.95  # of the memory; a size that is expected to need more is taken as one that does not fit
 _RESOLUTION: Final = 8  # the result is within an eighth of the largest size
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,8 +241,8 @@ def write_batch(folder: Path, record: BatchRecord, found: LargestBatch | None = 
     """
     fitting = sorted((probe for probe in record.probes if probe.fits), key=lambda probe: probe.micro_batch)
     sizes = [probe.micro_batch for probe in fitting]
-    memory = [None if probe.peak_bytes is None else probe.peak_bytes / _GIB for probe in fitting]
-    limits = [None if probe.limit_bytes is None else probe.limit_bytes / _GIB for probe in fitting]
+    memory = [None if probe.peak_bytes is None else probe.peak_bytes / GIB for probe in fitting]
+    limits = [None if probe.limit_bytes is None else probe.limit_bytes / GIB for probe in fitting]
     speed = [probe.samples_per_s for probe in fitting]
     axis = {"title": {"text": "micro-batch"}, "zeroline": False}
     charts = [
@@ -264,7 +264,7 @@ def write_batch(folder: Path, record: BatchRecord, found: LargestBatch | None = 
         [
             str(probe.micro_batch),
             "yes" if probe.fits else "no",
-            "" if probe.peak_bytes is None else f"{probe.peak_bytes / _GIB:.3g} GiB",
+            "" if probe.peak_bytes is None else f"{probe.peak_bytes / GIB:.3g} GiB",
             "" if probe.samples_per_s is None else f"{probe.samples_per_s:.4g}",
             probe.reason,
         ]
