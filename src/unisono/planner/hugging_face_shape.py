@@ -68,7 +68,7 @@ class _Keys:
         if value is None and default is not None:
             return default
         if value is None:
-            raise _refused(f"{self.path}: no {key}", f"the file of a {self.family} has it", _SAVED)
+            raise _refused(f"{self.path}: no {key}", f"a {CONFIG_FILE} of model_type {self.family} has it", _SAVED)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(key, f"it is a whole number from {least} to {most}")
         return value
@@ -127,7 +127,9 @@ def _check_class(keys: _Keys, class_name: str) -> None:
     """Raise ConfigError for a model with another head than that over the vocabulary, or with layers that are no attention."""
     classes = keys.get("architectures")
     if classes is not None and (not isinstance(classes, list) or class_name not in classes):
-        raise keys.wrong("architectures", f"the shape is that of {class_name}, whose output is the vocabulary", _BY_COLUMNS)
+        raise keys.wrong(
+            "architectures", f"the shape is that of {class_name}, whose output is the vocabulary", _BY_COLUMNS
+        )
     layers = keys.get("layer_types")
     if layers is not None and not isinstance(layers, list):
         raise keys.wrong("layer_types", "it is a list of the kinds of layers")

@@ -12,7 +12,8 @@ from unisono.errors import ConfigError, UnisonoError
 from unisono.planner.hugging_face_shape import CONFIG_FILE, bert_shape, hugging_face_shape
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.model_shape import ModelShape
-from unisono.storage.files import look_up
+from unisono.sanitize import quoted
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.run_folder import RUN_FILE
 from unisono.tasks.model_names import DEFAULT_EXPERTS, MODELS, default_model
 from unisono.tasks.options import LANGUAGE_MODELS
@@ -38,18 +39,19 @@ def read_model(name: str) -> ModelShape:
         ConfigError: It cannot be read, or describes no model that a shape can be of.
     """
     path, fault = look_up(name)
+    given = f"model {quoted(name, MAX_SHOWN_PATH)}"
     if not fault and path.is_dir():
-        found = [path / file for file in (CONFIG_FILE, RUN_FILE) if (path / file).exists()]
+        found = [path / file for file in (CONFIG_FILE, RUN_FILE) if os.path.exists(path / file)]
         if not found:
             raise _refused(
-                f"model {name!r}, a folder without {CONFIG_FILE} or {RUN_FILE}",
+                f"{given}, a folder without {CONFIG_FILE} or {RUN_FILE}",
                 f"a folder of Hugging Face has {CONFIG_FILE}, and that of a run {RUN_FILE}",
                 "the folder that save_pretrained wrote, or the folder of a run",
             )
         path = found[0]
     if fault or not path.exists():
         raise _refused(
-            f"model {name!r}: {fault or 'there is no such file'}",
+            f"{given}: {fault or 'there is no such file'}",
             "a model is a preset, a file or a folder that can be read",
             "llama-3-8b, or a path that exists",
         )

@@ -28,8 +28,8 @@ class ModelShape:
         kv_rank: Rank of the low-rank key/value projection; 0 without.
         rope_dim: Of latent attention, the rotary part of a head, beside ``head_dim``.
         expert_period: Of a model with experts, one block of this many has them, after the ``dense_layers``.
-        other_params: Parameters of no matrix above, in all blocks and beside them: norms, biases, learned positions. They are held
-            and sent, and take no time to compute with. 0 if they are not counted, as in the presets.
+        other_params: Parameters of no matrix above, in all blocks and beside them: norms, biases, learned positions. They are
+            held and sent, and take no time to compute with. 0 if they are not counted, as in the presets.
         max_seq_len: Tokens of a sequence that it is trained on; 0 if unknown.
     """
 
