@@ -185,6 +185,44 @@ def test_a_cluster_of_ones_own(desk: Desk) -> None:
     assert (answer.code, "no file folder.toml" in answer.err) == (2, True)
 
 
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_a_model_of_a_hugging_face_folder(desk: Desk) -> None:
+    (desk.folder / "mine").mkdir()
+    (desk.folder / "mine/config.json").write_text(json.dumps(LLAMA))
+    job = ("--cluster", "h100x64", "--global-batch", "256")
+    preset = desk.here("plan", *job, "--model=llama-3-8b", "--json").json
+    for name in ("mine", "mine/config.json", str(desk.folder / "mine")):
+        found = desk.here("plan", *job, f"--model={name}", "--json").json
+        assert (preset["model"], found["model"]) == ("llama-3-8b", name)
+        layouts = [dict(each["best"]["layout"]) for each in (found, preset)]
+        assert [layout.pop("params") for layout in layouts] == [8_030_261_248, 8_030_261_248 - 65 * 4096]
+        assert layouts[0] == layouts[1]
+        assert found["best"]["step_s"] == pytest.approx(preset["best"]["step_s"], rel=1e-4)
+    (desk.folder / "mine/config.json").write_text(json.dumps(LLAMA | {"hidden_size": -1}))
+    refused = desk.here("plan", *job, "--model=mine")
+    assert refused.code == 2
+    assert "mine/config.json: hidden_size = -1" in refused.err
+
+
+def test_a_model_of_a_configuration_is_applied_to_its_run(desk: Desk) -> None:
+    (desk.folder / "gpt.toml").write_text("[model]\nnum_layers = 8\ndim = 512\nnum_heads = 8\n[data]\nseq_len = 512\n")
+    job = ("--cluster=h100x8", "--model=gpt.toml", "--global-batch=64", "--json")
+    layout = desk.here("plan", *job, "--apply=plan.json").json["best"]["layout"]
+    blocks = 8 * (512 * 64 * (2 * 8 + 2 * 2) + 3 * 512 * 1376 + 2 * 512)
+    assert (layout["params"], layout["seq_len"]) == (blocks + 512 * (320 + 1), 512)
+    assert desk.here("plan", "check", "plan.json").code == 0
+    (desk.folder / "image.toml").write_text('task.kind = "image"\ndata.train = "images"\n')
+    refused = desk.here("plan", "--cluster=h100x8", "--model=image.toml", "--global-batch=64")
+    assert refused.code == 2
+    assert "image.toml: components.model 'resnet' for task.kind 'image'" in refused.err
+    assert "unisono plan auto image.toml or unisono plan fit image.toml" in refused.err
+
+
 def test_names_of_devices_are_text_in_the_page(desk: Desk) -> None:
     figures = "num_devices = 1\nmemory_gib = 80\nmemory_tb_per_s = 1\ntflops.bf16 = 100\n"
     (desk.folder / "named.toml").write_text(f'device = "<b>\\u001b[31m"\n{figures}')

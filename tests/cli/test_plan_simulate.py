@@ -54,10 +54,27 @@ def test_rows_come_back_with_predictions(desk: Desk) -> None:
     assert float(first["pred_step_time_s"]) > 0
     assert float(first["pred_peak_mem_gib"]) > 0
     assert first["error"] == ""
-    assert second["error"].startswith("model 'nobody-1b': it is a preset, or layers, hidden and heads are given")
+    assert second["error"].startswith(
+        "model 'nobody-1b': it is a preset or a file, or layers, hidden and heads are given"
+    )
     assert third["pred_step_time_s"] == first["pred_step_time_s"]  # a short row: other columns are empty
     as_json = json.loads(desk.here("plan", "simulate", "--json", "--rows", str(file)).out)["rows"]
     assert as_json == [first, second, third]
+
+
+def test_rows_of_models_as_files_name_them_as_given(desk: Desk) -> None:
+    (desk.folder / "gpt.toml").write_text("[model]\nnum_layers = 2\n[data]\nseq_len = 64\n")
+    (desk.folder / "bad").mkdir()
+    (desk.folder / "bad/config.json").write_text('{"model_type": "gpt2", "n_embd": [[]]}')
+    file = desk.folder / "rows.csv"
+    file.write_text("model,gpu_type,gpus\ngpt.toml,h100,8\n./bad,h100,8\n./none,h100,8\nllama-3-8b,h100,8\n")
+    rows = json.loads(desk.here("plan", "simulate", "--json", "--rows", str(file)).out)["rows"]
+    assert [row["model"] for row in rows] == ["gpt.toml", "./bad", "./none", "llama-3-8b"]
+    assert [bool(row["pred_step_time_s"]) for row in rows] == [True, False, False, True]
+    assert rows[1]["error"].startswith("bad/config.json: n_embd = [[]]: it is a whole number from 1 to ")
+    assert rows[2]["error"].startswith("model './none': there is no such file")
+    one = json.loads(desk.here("plan", "simulate", "model=gpt.toml", "gpu_type=h100", "gpus=8", "--json").out)
+    assert (one["job"]["model"], one["layout"]["seq_len"]) == ("gpt.toml", 64)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ({"model": "llama2-7b LoRA"}, "model 'llama2-7b LoRA', of which only adapters are trained: "),
         (
             {"model": "abacus"},
-            "model 'abacus': it is a preset, or layers, hidden and heads are given; layers, ",
+            "model 'abacus': it is a preset or a file, or layers, hidden and heads are given; layers, ",
         ),
         ({"model": "abacus", "layers": "2", "hidden": "8", "heads": "2", "ep": "2"}, "model 'abacus' with experts: "),
         ({"gpu_type": "Abacus"}, "gpu_type 'Abacus', a device without a preset: it is one of a100-40, "),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from unisono.plan.pipeline_schedule import balance_stages
 from unisono.planner.devices import DEVICES, find_device
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.model_presets import PRESETS, find_preset
@@ -122,6 +123,21 @@ def test_the_stage_with_the_most_work_decides() -> None:
     assert busy + found.imbalance[0] == pytest.approx(max(of_rank))
     assert found.total[0] == pytest.approx(mean.total[0] + found.imbalance[0])
     assert seconds(replace(cut, pp=1, num_devices=1)).imbalance[0] == 0
+
+
+@given(st.integers(2, 12), st.integers(0, 40), st.integers(1, 1 << 21))
+def test_cuts_are_those_of_runs(pp: int, more: int, vocab: int) -> None:
+    model = replace(LLAMA, layers=pp + more, vocab=vocab)
+    job = layout(model, pp=pp, num_devices=pp, stages_per_rank=1, cut="balanced")
+    block = model.dense_params / model.layers + model.score_dims * job.seq_len
+    head = vocab * model.hidden / block
+    assert blocks_per_rank(job) == balance_stages([1.0] * model.layers, 0.0, head, pp)
+
+
+def test_thousands_of_blocks_are_cut() -> None:
+    model = replace(LLAMA, layers=1 << 16)
+    blocks = blocks_per_rank(layout(model, pp=64, stages_per_rank=1, cut="balanced"))
+    assert (sum(blocks), max(blocks), blocks[-1] < min(blocks[:-1])) == (1 << 16, 1025, True)
 
 
 @given(st.sampled_from(sorted(PRESETS)), st.integers(1, 8), st.integers(1, 4))

@@ -40,9 +40,13 @@ def search_options(function: F) -> F:
         click.option("--pin", "pins", multiple=True, metavar="AXIS=VALUE", help="A value that is given; may be repeated."),
         click.option("--compile", "is_compiled", is_flag=True, help="The model is compiled, which needs less memory."),
         click.option("--precision", default="", help="bf16 (default), fp16, fp8 or fp4."),
-        click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sequence (default: the preset's)."),
+        click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sequence (default: the model's)."),
         click.option("--global-batch", metavar="COUNT", help="Of a step: sequences (512) or tokens (4Mtok)."),
-        click.option("--model", metavar="NAME", help="A preset, such as llama-3-70b."),
+        click.option(
+            "--model",
+            metavar="NAME|FILE|FOLDER",
+            help="A preset (llama-3-70b), a folder of Hugging Face or its config.json, or a run's configuration (TOML).",
+        ),
         click.option(
             "--cluster",
             metavar="DEVICExCOUNT|FILE.toml",
@@ -90,7 +94,8 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
             apply.parent, consequence="no strategy file was written", other_name="another file (--apply)"
         ):
             write_strategy(apply, answer.best.layout)
-    print_result(as_json, search_json(answer), search_lines(answer, apply))
+    result = {"model": options["model"], **search_json(answer)}
+    print_result(as_json, result, search_lines(answer, apply))
     if answer.best is None:
         if unwritten := [name for name, file in (("--report", report), ("--apply", apply)) if file is not None]:
             LOG.warning("no layout fits, so nothing was written for %s", " and ".join(unwritten))

@@ -13,6 +13,7 @@ from unisono.errors import nearest_name
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
 from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recompute
+from unisono.planner.model_files import is_model_file, read_model
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
 
@@ -36,15 +37,15 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     ``cluster`` takes the place of ``gpu_type`` and ``gpus``. ``gpu_type`` may be a TOML file, whose devices are all used unless
     ``gpus`` says how many.
 
-    Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
-    tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Without ``zero``, ``fsdp``
-    x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all data ranks share those of the optimizer (ZeRO 1). Stages
-    per rank are read from ``VP=`` in the notes, and whether the model is compiled. A precision such as ``bf16-true`` has all
-    states in 16 bits.
+    ``model`` is a preset, or a file or folder of ``read_model``. Columns of the shape take the place of the preset's. Axes that
+    are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
+    in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
+    data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
+    compiled. A precision such as ``bf16-true`` has all states in 16 bits.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
-        ConfigError: A TOML file of a cluster is wrong.
+        ConfigError: A file of a cluster or of a model is wrong.
     """
     model = _model(row)
     cluster = cluster or _cluster(row)
@@ -96,12 +97,14 @@ def _default_micro_batch(seq_len: int, share: float) -> float:
 
 def _model(row: Mapping[str, str]) -> ModelShape:
     name = row.get("model", "")
+    given = {column: value for column in _SHAPE if (value := _count(row, column))}
+    if is_model_file(name):
+        return _model_of_file(name, given)
     if "lora" in name.lower() or "nf4" in row.get("precision", ""):
         raise LayoutError(
             f"model {name!r}, of which only adapters are trained", "all parameters are trained", "the model alone"
         )
     preset = find_preset(name)
-    given = {column: value for column in _SHAPE if (value := _count(row, column))}
     if preset is None:
         return _own_model(name, given, has_experts=_count(row, "ep") > 1 or "moe" in name.lower())
     shape = replace(preset, **given)
@@ -110,10 +113,17 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     return shape
 
 
+def _model_of_file(name: str, given: Mapping[str, int]) -> ModelShape:
+    if given:
+        columns = ", ".join(f"{column}={value}" for column, value in given.items())
+        raise LayoutError(f"model {name!r} with {columns}", "a file describes the whole shape", "the file alone")
+    return read_model(name)
+
+
 def _own_model(name: str, given: Mapping[str, int], *, has_experts: bool) -> ModelShape:
     missing = [column for column in ("layers", "hidden", "heads") if column not in given]
     if missing:
-        rule = f"it is a preset, or layers, hidden and heads are given; {', '.join(missing)} are not"
+        rule = f"it is a preset or a file, or layers, hidden and heads are given; {', '.join(missing)} are not"
         raise LayoutError(f"model {name!r}", rule, _near(name, PRESETS))
     if has_experts:
         raise LayoutError(f"model {name!r} with experts", "a model with experts is a preset", _near(name, PRESETS))

@@ -28,6 +28,8 @@ class ModelShape:
         kv_rank: Rank of the low-rank key/value projection; 0 without.
         rope_dim: Of latent attention, the rotary part of a head, beside ``head_dim``.
         expert_period: Of a model with experts, one block of this many has them, after the ``dense_layers``.
+        other_params: Parameters of no matrix above, in all blocks and beside them: norms, biases, learned positions. They are
+            held and sent, and take no time to compute with. 0 if they are not counted, as in the presets.
         max_seq_len: Tokens of a sequence that it is trained on; 0 if unknown.
     """
 
@@ -49,6 +51,7 @@ class ModelShape:
     kv_rank: int = 0
     rope_dim: int = 0
     expert_period: int = 1
+    other_params: int = 0
     max_seq_len: int = 0
 
     @property
@@ -92,8 +95,9 @@ class ModelShape:
 
     @property
     def params(self) -> int:
-        """Parameters of all matrices; norms and biases are left out."""
-        return self._with_experts(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
+        """All parameters that are counted."""
+        matrices = self._with_experts(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
+        return matrices + self.other_params
 
     @property
     def active_params(self) -> int:

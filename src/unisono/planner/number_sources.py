@@ -26,7 +26,7 @@ def _fitted(text: str) -> Source:
 
 # of a layout on a cluster, nothing of which is measured here, by the names of ``StepParts`` and ``MemoryParts`` and of totals
 LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
-    "params": Source(kind="exact", text="matrices of the model's shape"),
+    "params": Source(kind="exact", text="parameters of the model's shape; of a preset, its matrices"),
     "step_s": _fitted("the sum of the parts of the step"),
     "spread": _fitted("errors of published runs whose source no constant was fitted to"),
     "matmul": _fitted("FLOPs over the peak of the data sheet, by a share of it for each device and width"),

@@ -157,7 +157,7 @@ def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers
         lambda it: it.layers,
         lambda it: it.vocab,
         lambda it: it.hidden,
-        lambda it: it.dense_params,
+        lambda it: it.dense_params + it.other_params,
         lambda it: it.expert_layers * it.experts * it.expert_params,
         lambda it: it.tied,
     )

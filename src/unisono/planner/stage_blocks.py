@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from unisono.plan.pipeline_schedule import balance_stages
 from unisono.planner.layout import Layout
 
 
@@ -28,7 +27,18 @@ def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
 def _balanced(layers: int, pp: int, stages: int, head: float) -> tuple[float, ...]:
     """Blocks of each rank, for a ``head`` that costs as much as so many blocks; each of a rank's ``stages`` has one."""
     fixed = stages - 1  # of each rank, so that they move no balance
-    return tuple(fixed + blocks for blocks in balance_stages([1.0] * (layers - pp * fixed), 0.0, head, pp))
+    return tuple(fixed + blocks for blocks in _equal_blocks(layers - pp * fixed, pp, head))
+
+
+def _equal_blocks(count: int, num_stages: int, head: float) -> tuple[int, ...]:
+    """What ``balance_stages`` gives for ``count`` blocks of cost 1, in time that does not grow with their square."""
+    others = num_stages - 1
+    # of equally good splits the one with the shorter first stages
+    last = min(
+        range(1, count - others + 1), key=lambda blocks: (max(-((blocks - count) // others), blocks + head), -blocks)
+    )
+    left = count - last
+    return (*((left + stage) // others for stage in range(others)), last)
 
 
 def blocks_per_stage(layout: Layout) -> tuple[int, ...]:

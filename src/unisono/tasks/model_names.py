@@ -9,6 +9,7 @@ from unisono.errors import Problem
 from unisono.models.options import ModelOptions
 from unisono.tasks.options import inert_settings
 
+DEFAULT_EXPERTS: Final = 8  # of a moe whose number is not set
 RESNET_DEPTHS: Final = {
     "14": (1, 1, 1, 1),
     "26": (2, 2, 2, 2),

@@ -15,10 +15,9 @@ from unisono.models.options import ModelOptions
 from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.models.table import TableNet, TableOptions
 from unisono.tasks.columns import number_columns
-from unisono.tasks.model_names import MODELS, RESNET_DEPTHS
+from unisono.tasks.model_names import DEFAULT_EXPERTS, MODELS, RESNET_DEPTHS
 from unisono.tasks.options import ImageOptions, TaskOptions
 
-DEFAULT_EXPERTS: Final = 8
 SMALL_IMAGE: Final = 64  # pixels; up to here the first layers of a ResNet keep height and width
 
 

@@ -1,0 +1,131 @@
+"""Models by name or as files: presets, folders of Hugging Face, and configurations of runs. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Final
+
+from unisono.config import load_config
+from unisono.errors import ConfigError, UnisonoError
+from unisono.planner.hugging_face_shape import CONFIG_FILE, bert_shape, hugging_face_shape
+from unisono.planner.model_presets import PRESETS
+from unisono.planner.model_shape import ModelShape
+from unisono.sanitize import quoted
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
+from unisono.storage.run_folder import RUN_FILE
+from unisono.tasks.model_names import DEFAULT_EXPERTS, MODELS, default_model
+from unisono.tasks.options import LANGUAGE_MODELS
+from unisono.train.config import AUTO, RunConfig
+
+_SUFFIXES: Final = (".json", ".toml")
+_SHAPED: Final = ("gpt", "moe", "bert")
+
+
+def is_model_file(name: str) -> bool:
+    """Whether ``name`` is that of a file or folder, and not of a model. The name of a preset is never that of a folder."""
+    if name.lower().endswith(_SUFFIXES) or name.startswith((".", "/", "~")):
+        return True
+    return name.lower() not in PRESETS and os.path.isdir(name)
+
+
+def read_model(name: str) -> ModelShape:
+    """The shape of the model of a file or folder.
+
+    ``name`` is a ``config.json`` of Hugging Face, the configuration of a run in TOML, or a folder with one of them.
+
+    Raises:
+        ConfigError: It cannot be read, or describes no model that a shape can be of.
+    """
+    path, fault = look_up(name)
+    given = f"model {quoted(name, MAX_SHOWN_PATH)}"
+    if not fault and path.is_dir():
+        found = [path / file for file in (CONFIG_FILE, RUN_FILE) if os.path.exists(path / file)]
+        if not found:
+            raise _refused(
+                f"{given}, a folder without {CONFIG_FILE} or {RUN_FILE}",
+                f"a folder of Hugging Face has {CONFIG_FILE}, and that of a run {RUN_FILE}",
+                "the folder that save_pretrained wrote, or the folder of a run",
+            )
+        path = found[0]
+    if fault or not path.exists():
+        raise _refused(
+            f"{given}: {fault or 'there is no such file'}",
+            "a model is a preset, a file or a folder that can be read",
+            "llama-3-8b, or a path that exists",
+        )
+    return _configured_shape(path) if path.suffix.lower() == ".toml" else hugging_face_shape(path)
+
+
+def _configured_shape(path: Path) -> ModelShape:
+    """The shape of the built-in model of a run's configuration, for sequences of ``data.seq_len`` tokens."""
+    config = load_config(RunConfig, [path]).value
+    if config.model.pretrained:
+        raise _refused(
+            f"{path}: model.pretrained = {config.model.pretrained!r}",
+            "the model is described by its own folder",
+            f"the folder itself as model, or {_tracing(path)}",
+        )
+    kind, name = config.task.kind, config.components.model
+    if name == AUTO:
+        name = default_model(kind)
+    if name not in _SHAPED or kind not in LANGUAGE_MODELS or kind not in MODELS[str(name)]:
+        raise _refused(
+            f"{path}: components.model {name if isinstance(name, str) else 'of your own'!r} for task.kind {kind!r}",
+            "a shape is that of a language model gpt or moe, or of a masked language model bert",
+            _tracing(path),
+        )
+    model, vocab = config.model, _vocabulary(config, path)
+    if name == "bert":
+        return bert_shape(
+            layers=model.num_layers,
+            hidden=model.dim,
+            heads=model.num_heads,
+            ffn=model.ffn_dim or 4 * model.dim,
+            vocab=vocab,
+            positions=config.data.seq_len,
+            segments=2,
+        )
+    experts = model.num_experts or (DEFAULT_EXPERTS if name == "moe" else 0)
+    return ModelShape(
+        layers=model.num_layers,
+        hidden=model.dim,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.dim // model.num_heads,
+        ffn=model.hidden_ffn,
+        gated=True,
+        vocab=vocab,
+        tied=model.tied,
+        experts=experts,
+        experts_per_token=model.num_experts_per_token if experts else 0,
+        other_params=(2 * model.num_layers + 1) * model.dim,  # norms
+        max_seq_len=config.data.seq_len,
+    )
+
+
+def _vocabulary(config: RunConfig, path: Path) -> int:
+    """Rows of the embedding: as configured, or by the tokenizer, which is then read."""
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    from unisono.train.build import find_tokenizer, vocab_size
+
+    try:
+        return vocab_size(config, find_tokenizer(config))
+    except UnisonoError as error:
+        given = "; ".join(problem.given for problem in error.problems)
+        raise _refused(
+            f"{path}: model.vocab_size 0, and no tokenizer to take it from: {given}",
+            "the size of the vocabulary is that of the tokenizer unless it is set",
+            "model.vocab_size in the file",
+        ) from error
+
+
+def _tracing(path: Path) -> str:
+    file = shlex.quote(str(path))
+    return f"unisono plan auto {file} or unisono plan fit {file}, which trace the model on this machine"
+
+
+def _refused(given: str, rule: str, nearest: str) -> ConfigError:
+    return ConfigError(given=given, rule=rule, consequence="nothing was predicted", nearest=nearest)
