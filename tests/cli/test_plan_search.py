@@ -102,7 +102,7 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
         ((*JOB, "--pin", "tp=2", "--pin", "tp=4"), "--pin tp=2 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
-        ((*JOB, "--pin", "recompute=some"), "recompute is none, selective or full"),
+        ((*JOB, "--pin", "recompute=some"), "recompute is none, selective, full or partial"),
         ((*JOB, "--pin", "zero=4"), "--pin zero=4\n  rule: the ZeRO stage is 0, 1, 2 or 3"),
         ((*JOB, "--pin", "tp=8", "--pin", "tp=4"), "--pin tp=8 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),

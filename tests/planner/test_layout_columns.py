@@ -107,7 +107,7 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ({"global_batch": "8"}, "a global batch of 8 sequences: each of 16 replicas has a micro-batch of 1"),
         ({"precision": "int3"}, "precision 'int3': it has one of fp4, fp8, fp16, bf16 in it"),
         ({"gpu_type": "A100", "precision": "fp8"}, "precision fp8: a100-80 does not compute it"),
-        ({"recompute": "ful"}, "recompute 'ful': it is full, selective or none"),
+        ({"recompute": "ful"}, "recompute 'ful': it is full, selective, partial or none"),
         ({"layers": "2", "hidden": "8", "heads": "3", "model": "ours"}, "heads 3 for hidden 8: heads divide hidden"),
         ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
         ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),

@@ -34,7 +34,7 @@ class Perturbation:
         changed: The property.
         factor: What it is multiplied by.
         best: The fastest layout that fits; None if none does.
-        is_other: Whether it has another value on some axis than the best layout of the job itself.
+        is_other: Whether it has another value on some axis than the best layout of the job itself, or recomputes other blocks.
         reason: Why there is no layout; empty if there is one.
     """
 
@@ -153,13 +153,11 @@ def _with_batch(job: Job, factor: float) -> _Search:
 
 
 def _decision(layout: Layout) -> tuple[object, ...]:
-    """What is chosen: the axes, with all data ranks as one value, so that another number of devices alone changes nothing.
-
-    Another number of recomputed blocks is no other decision: it follows from the memory.
-    """
+    """What is chosen: the axes, with all data ranks as one value, so that another number of devices alone changes nothing; and
+    which blocks are recomputed."""
     values = {axis: getattr(layout, axis) for axis in AXES}
     values["dp_shard"] = "all" if layout.zero and layout.dp_shard == layout.dp else layout.dp_shard
-    return tuple(values.values())
+    return (*values.values(), layout.recomputed_blocks)
 
 
 def _device_counts(searches: Sequence[_Search]) -> Iterator[DeviceCount]:

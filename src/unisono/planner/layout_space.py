@@ -18,8 +18,8 @@ from unisono.planner.model_shape import ModelShape
 AXES: Final = ("tp", "pp", "stages_per_rank", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute")
 # shorter sequences are not divided: few published runs divide any, so what that costs is the least certain part of a prediction
 LEAST_CP_TOKENS: Final = 32768
-# the last one is not enumerated: its blocks follow from the memory (``partial_recompute``)
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full", "partial")
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of all blocks
+PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
@@ -174,8 +174,8 @@ class Space:
 
     def _recomputes(self, zero: int) -> Iterator[Recompute]:
         pin = self.job.pins.get("recompute")
-        for recompute in RECOMPUTE[:3]:
-            if pin not in (None, recompute) and (pin, recompute) != ("partial", "none"):
+        for recompute in RECOMPUTE:
+            if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
                 continue
             if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
                 self._refuse("predicted as none where ranks share no gradients", recompute=recompute)
@@ -233,7 +233,7 @@ def _candidates(job: Job, axis: str) -> Sequence[Value]:
         return ZERO_STAGES
     if axis == "micro_batch":
         return _powers(_MOST_MICRO_BATCH)
-    return RECOMPUTE[:3] if axis == "recompute" else ()
+    return RECOMPUTE if axis == "recompute" else ()
 
 
 def _rule(job: Job, axis: str, value: Value) -> str:

@@ -1,7 +1,7 @@
 """Full recompute of some blocks of each stage: the fewest with which a layout fits. Imports no torch.
 
-The other blocks keep all that they compute, as in Megatron-LM with ``--recompute-method block``. The memory of a rank falls by the
-same bytes with each block, so the number follows without a search. Ranks that hold more micro-batches recompute more blocks.
+The other blocks keep all that they compute, as in Megatron-LM with ``--recompute-method block``. The memory of a rank falls by
+the same bytes with each block, so the number follows without a search. Ranks that hold more micro-batches recompute more blocks.
 """
 
 from __future__ import annotations

@@ -242,8 +242,8 @@ def _block_bytes(layout: Layout) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=1024)
 def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float, float]:
-    """Bytes of a token, means over the blocks: those that a block keeps for its backward pass, and one that is recomputed in full,
-    and those that it has while that pass runs."""
+    """Bytes of a token, means over the blocks: those that a block keeps for its backward pass, those that one which is recomputed
+    in full keeps, and those that a block has while that pass runs."""
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = 3 if model.gated else 2
     # inputs of both norms, outputs of both, queries, keys, values and weighted values

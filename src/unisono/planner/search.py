@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
-from unisono.planner.layout_space import AXES, RECOMPUTE, RECOMPUTED_BLOCKS, Job, Space, Value
+from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, Job, Space, Value
 from unisono.planner.layout_time import layout_time
 from unisono.planner.partial_recompute import least_recompute, pinned_recompute
 from unisono.planner.peak_memory import peak_memory
@@ -46,7 +46,7 @@ class PredictedLayout:
         values = [(axis, getattr(self.layout, axis)) for axis in AXES]
         used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
         texts = [f"{axis}={value}" for axis, value in used]
-        if self.layout.recompute == "partial":
+        if self.layout.recompute == PARTIAL:
             texts.append(f"({sum(self.layout.recomputed_blocks)} of {self.layout.model.layers} blocks)")
         return " ".join(texts) or "data parallel alone"
 
@@ -132,13 +132,13 @@ def compare(job: Job) -> LayoutTable:
     needs = peak_memory(space.layouts).counted if space.layouts else np.zeros(0)
     partial = _partial(job, space.layouts, needs)
     # those that partial recompute was made from have another value than the pin
-    layouts = partial if pin == "partial" else [*space.layouts, *partial]
+    layouts = partial if pin == PARTIAL else [*space.layouts, *partial]
     if not layouts:
         pins = "".join(f" {axis}={value}" for axis, value in job.pins.items())
         raise LayoutError(
             f"{job.num_devices} devices, a global batch of {job.global_batch} sequences" + (f",{pins}" if pins else ""),
             "axes divide the devices, the batch, the heads, the experts and the layers, and no layout does"
-            + ("; partial recompute is that of fewer blocks than a stage has" if pin == "partial" else ""),
+            + ("; partial recompute is that of fewer blocks than a stage has" if pin == PARTIAL else ""),
             "a batch that more numbers divide, such as a power of two, or fewer pins",
         )
     if partial:
@@ -146,16 +146,18 @@ def compare(job: Job) -> LayoutTable:
     refused = space.refused
     if pin is None and not partial:
         rule = "each layout fits without recompute, or not with full recompute either"
-        refused = (*refused, ("recompute", "partial", rule))
+        refused = (*refused, ("recompute", PARTIAL, rule))
     return LayoutTable(layouts=layouts, step_s=layout_time(layouts).total, needed_bytes=needs, refused=refused)
 
 
 def _partial(job: Job, layouts: Sequence[Layout], needs: Numbers) -> list[Layout]:
     """Layouts with partial recompute, made from those of ``layouts`` without recompute, which need so many bytes."""
     limit, pin = memory_limit(job), job.pins.get("recompute")
-    if pin == "partial":
+    if pin == PARTIAL:
         count = job.pins.get(RECOMPUTED_BLOCKS)
-        return least_recompute(layouts, limit, is_pinned=True) if count is None else pinned_recompute(layouts, int(count))
+        return (
+            least_recompute(layouts, limit, is_pinned=True) if count is None else pinned_recompute(layouts, int(count))
+        )
     over = [layout for layout, need in zip(layouts, needs, strict=True) if layout.recompute == "none" and need > limit]
     return [] if pin else least_recompute(over, limit)
 
@@ -218,7 +220,7 @@ def _changes(
 def _complexity(layout: Layout) -> tuple[float, ...]:
     """Fewer axes first, then fewer ranks of each; recompute and sharding count as axes."""
     axes = (layout.pp, layout.cp, layout.tp, layout.stages_per_rank, layout.ep)
-    used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + RECOMPUTE.index(layout.recompute)
+    used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + (*RECOMPUTE, PARTIAL).index(layout.recompute)
     return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch)
 
 
