@@ -37,8 +37,8 @@ def job(model: str, **changes: object) -> Job:
 # memory between what all blocks keep and what recomputed ones do
 SHORT = [
     job("llama-2-7b", global_batch=64, seq_len=4096, memory_bytes=30 * GIB),
-    job("llama-3-70b", num_devices=64, global_batch=256, pins={"zero": 1}),
-    job("mixtral-8x7b", num_devices=64, global_batch=256, seq_len=4096, memory_bytes=60 * GIB),
+    job("llama-3-70b", num_devices=64, global_batch=256, memory_bytes=44 * GIB),
+    job("mixtral-8x7b", num_devices=64, global_batch=256, seq_len=4096, memory_bytes=48 * GIB, pins={"zero": 1}),
 ]
 NAMES = [f"{each.model.layers} layers on {each.num_devices}" for each in SHORT]
 
@@ -49,11 +49,15 @@ def without_recompute(each: Job) -> list[Layout]:
 
 @pytest.mark.parametrize("each", SHORT, ids=NAMES)
 def test_no_blocks_are_none_and_all_blocks_are_full(each: Job) -> None:
-    none = without_recompute(each)[::5]
+    none = without_recompute(each)[::4]
     full = [replace(layout, recompute="full") for layout in none]
     no_block = [with_blocks(layout, (0,) * len(blocks_per_stage(layout))) for layout in none]
     every_block = [with_blocks(layout, blocks_per_stage(layout)) for layout in none]
-    assert len({(layout.pp > 1, layout.stages_per_rank > 1, layout.zero) for layout in none}) >= 5
+    assert {(layout.pp > 1, layout.stages_per_rank > 1) for layout in none} >= {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
     for partial, mode in ((no_block, none), (every_block, full)):
         assert peak_memory(partial).counted.tolist() == peak_memory(mode).counted.tolist()
         for one, other in zip(predict(partial), predict(mode), strict=True):
@@ -84,7 +88,7 @@ def need_of_ranks(layout: Layout, recomputed: tuple[float, ...]) -> list[float]:
 
 @pytest.mark.parametrize("each", SHORT, ids=NAMES)
 def test_no_rank_recomputes_more_blocks_than_it_must(each: Job) -> None:
-    limit, none = memory_limit(each), without_recompute(each)[::3]
+    limit, none = memory_limit(each), without_recompute(each)[::4]
     found = {repr(replace(it, recompute="none", recomputed_blocks=())): it for it in least_recompute(none, limit)}
     assert len(found) > len(none) / 20
     several = 0
@@ -110,7 +114,7 @@ def test_no_rank_recomputes_more_blocks_than_it_must(each: Job) -> None:
 def test_more_memory_is_never_slower_and_partial_recompute_is_faster_than_full(each: Job) -> None:
     times: list[float] = []
     gained: list[float] = []
-    for gib in range(16, 100, 4):
+    for gib in range(16, 100, 6):
         given = replace(each, memory_bytes=gib * GIB)
         table = compare(given)
         best = table.best(memory_limit(given))
@@ -159,7 +163,7 @@ def test_partial_recompute_can_be_pinned(gib: int) -> None:
     counts = [sum(layout.recomputed_blocks) for layout in table.layouts]
     assert 1 <= min(counts)
     assert max(counts) <= 31
-    assert (min(counts), max(counts)) == {12: (1, 31), 40: (1, 31), 400: (1, 1)}[gib]
+    assert (min(counts), max(counts)) == {12: (31, 31), 40: (1, 31), 400: (1, 1)}[gib]
     assert not any(axis == "recompute" for axis, _, _ in search(each).refused)
 
 
