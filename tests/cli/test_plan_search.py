@@ -102,7 +102,16 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
         ((*JOB, "--pin", "tp=2", "--pin", "tp=4"), "--pin tp=2 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
-        ((*JOB, "--pin", "recompute=some"), "recompute is none, selective or full"),
+        ((*JOB, "--pin", "recompute=some"), "recompute is none, selective, full or partial"),
+        (
+            (*JOB, "--pin", "recomputed_blocks=0"),
+            "--pin recomputed_blocks=0\n  rule: the value of an axis is a whole number",
+        ),
+        ((*JOB, "--pin", "recomputed_blocks=80"), "; partial recompute is that of fewer blocks than a stage has"),
+        (
+            (*JOB, "--pin", "recomputed_blocks=4", "--pin", "recompute=full"),
+            "--pin recomputed_blocks=4 with recompute=full\n  rule: some blocks are recomputed in partial recompute alone",
+        ),
         ((*JOB, "--pin", "zero=4"), "--pin zero=4\n  rule: the ZeRO stage is 0, 1, 2 or 3"),
         ((*JOB, "--pin", "tp=8", "--pin", "tp=4"), "--pin tp=8 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),
@@ -307,9 +316,61 @@ def test_each_part_says_how_it_is_known_and_each_stage_what_it_needs(desk: Desk)
     assert best["refused_by_runs"] == ""
 
 
+def test_partial_recompute_is_told_in_text_json_and_page(desk: Desk) -> None:
+    given = (*JOB, "--memory-gib=44", "--pin=zero=1", "--report=plan.html")
+    text = desk.here("plan", *given)
+    assert text.code == 0, text.err
+    found = desk.here("plan", *given, "--json").json
+    layout = found["best"]["layout"]
+    counts = layout["recomputed_blocks"]
+    assert layout["recompute"] == "partial"
+    assert len(counts) == layout["pp"] * layout["stages_per_rank"]
+    told = f"fits with {sum(counts)} of 80 blocks recomputed, "
+    assert f"recompute=partial recomputed_blocks={','.join(map(str, counts))}\n" in text.out
+    assert told in text.out
+    assert "; without any it would need " in text.out
+    assert " blocks, " in text.out
+    stages = found["best"]["stages"].values()
+    assert all(f"{it['blocks']:g} blocks, {it['recomputed_blocks']:g} recomputed\n" in text.out for it in stages)
+    page = (desk.folder / "plan.html").read_text()
+    assert f"The layout {told}" in page
+    assert f"recompute=partial ({sum(counts)} of 80 blocks)" in page
+    (full,) = (each for each in found["changes"] if (each["axis"], each["value"]) == ("recompute", "full"))
+    assert full["step_s"] > found["best"]["step_s"]
+    # memory changes how many blocks are recomputed, which is another decision
+    assert any(flip["is_other"] and flip["changed"] == "device memory" for flip in found["flips"])
+    pinned = desk.here("plan", *JOB, "--pin=recomputed_blocks=2", "--json").json
+    assert {max(each["layout"]["recomputed_blocks"]) for each in (pinned["best"], *pinned["pareto"])} == {2}
+
+
+def test_partial_recompute_is_what_simulate_predicts(desk: Desk) -> None:
+    best = desk.here("plan", *JOB, "--memory-gib=44", "--pin=zero=1", "--json").json["best"]
+    layout = best["layout"]
+    columns = [
+        f"{name}={layout[name]}" for name in ("tp", "pp", "micro_batch", "global_batch", "recompute", "zero", "cut")
+    ]
+    columns += [
+        f"recomputed_blocks={','.join(map(str, layout['recomputed_blocks']))}",
+        f"fsdp={layout['dp_shard']}",
+        f"notes=VP={layout['stages_per_rank']}",
+    ]
+    simulated = desk.here("plan", "simulate", "--json", "model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns).json
+    assert simulated["step_s"] == pytest.approx(best["step_s"])
+    assert sum(simulated["memory"].values()) - simulated["memory"]["allocator"] == pytest.approx(best["needed_bytes"])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("pins", [("dp_shard=2", "zero=2"), ("pp=2", "stages_per_rank=2")], ids=str)
-def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: Path, pins: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "pins",
+    [
+        ("dp_shard=2", "zero=2"),
+        ("pp=2", "stages_per_rank=2"),
+        ("pp=2", "stages_per_rank=2", "recomputed_blocks=2"),
+        ("pp=1", "zero=1", "recompute=partial"),
+    ],
+    ids=str,
+)
+def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: Path, pins: tuple[str, ...]) -> None:
     file = str(tmp_path / "plan.json")
     job = (
         "--cluster=h100x2",
@@ -336,7 +397,9 @@ def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: P
         "interleaved",
         12,
     )
-    assert layout["pp"] > 1 or plan["fsdp"]["zero"] == 2
+    assert layout["pp"] > 1 or plan["fsdp"]["zero"] == layout["zero"]
+    assert plan["recompute"]["blocks_per_stage"] == layout["recomputed_blocks"]
+    assert (plan["recompute"]["mode"] == "full") == (layout["recompute"] == "partial")
 
 
 def test_a_layout_that_no_run_has_says_so_and_is_not_written(desk: Desk, tmp_path: Path) -> None:

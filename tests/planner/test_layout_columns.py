@@ -77,6 +77,9 @@ def test_precision_and_recompute_are_words_of_many_programs() -> None:
     assert read_layout(ROW | {"gpu_type": "V100"}).precision == "fp16"
     found = [read_layout(ROW | {"recompute": text}).recompute for text in ("Full", "selective-op", "none", "")]
     assert found == ["full", "selective", "none", "none"]
+    partial = {"recompute": "partial", "pp": "2", "cut": "balanced", "notes": "VP=2"}
+    blocks = [read_layout(ROW | partial | {"recomputed_blocks": text}).recomputed_blocks for text in ("3", "4, 3,2,1")]
+    assert blocks == [(3, 3, 3, 3), (4, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("notes", ["VP=4; dp derived", "interleaved, VPP 4", "virtual stages: 4"])
@@ -107,7 +110,24 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ({"global_batch": "8"}, "a global batch of 8 sequences: each of 16 replicas has a micro-batch of 1"),
         ({"precision": "int3"}, "precision 'int3': it has one of fp4, fp8, fp16, bf16 in it"),
         ({"gpu_type": "A100", "precision": "fp8"}, "precision fp8: a100-80 does not compute it"),
-        ({"recompute": "ful"}, "recompute 'ful': it is full, selective or none"),
+        (
+            {"recompute": "partial"},
+            "recompute partial with numbers of blocks for 0 stages: partial recompute has one for ",
+        ),
+        ({"recompute": "full", "recomputed_blocks": "4"}, "recompute full with numbers of blocks for 1 stages: "),
+        (
+            {"recompute": "partial", "recomputed_blocks": "4,4"},
+            "recompute partial with numbers of blocks for 2 stages: ",
+        ),
+        (
+            {"recompute": "partial", "recomputed_blocks": "some"},
+            "recomputed_blocks 'some': it is a number for each stage",
+        ),
+        (
+            {"recompute": "partial", "recomputed_blocks": "99"},
+            "recomputed_blocks '99': they are among the blocks of a ",
+        ),
+        ({"recompute": "ful"}, "recompute 'ful': it is full, selective, partial or none"),
         ({"layers": "2", "hidden": "8", "heads": "3", "model": "ours"}, "heads 3 for hidden 8: heads divide hidden"),
         ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
         ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),

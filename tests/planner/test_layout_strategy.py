@@ -61,6 +61,22 @@ def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
         assert math.prod(mesh[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) == 64
 
 
+@pytest.mark.parametrize("pins", [{"pp": 1}, {"pp": 4, "stages_per_rank": 4}, {"pp": 4, "stages_per_rank": 1}], ids=str)
+def test_recomputed_blocks_are_those_of_each_stage(tmp_path: Path, pins: dict[str, int | str]) -> None:
+    job = replace(JOB, pins=pins | {"recompute": "partial"}, seq_len=4096, memory_bytes=40 * 2**30)
+    best = choose(job, compare(job)).best
+    assert best is not None
+    file = tmp_path / "plan.json"
+    write_strategy(file, best.layout)
+    read = derive_plan(PlanOptions(file=str(file)), world_size=64, device="cpu", native_bf16=True)
+    assert read == plan_of(best.layout)
+    assert read.recompute.mode == "full"
+    counts, blocks = read.recompute.blocks_per_stage, read.pipeline.layers_per_stage or (job.model.layers,)
+    assert counts == best.layout.recomputed_blocks
+    assert 0 < sum(counts) < job.model.layers
+    assert all(count <= of_stage for count, of_stage in zip(counts, blocks, strict=True))
+
+
 def test_what_no_run_computes_is_refused() -> None:
     layout = next(layout for layout in Space(replace(JOB, seq_len=4096)).layouts if layout.tp > 1)
     with pytest.raises(PlanError) as raised:

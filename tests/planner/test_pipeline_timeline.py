@@ -105,6 +105,39 @@ def test_the_timeline_of_a_layout_takes_what_its_prediction_says(stages_per_rank
     assert waits_s == pytest.approx(parts["bubble"], rel=0.15)
 
 
+@pytest.mark.parametrize("recomputed", [(8, 6, 4, 0), (1, 1, 1, 1)], ids=str)
+def test_the_timeline_of_partial_recompute_takes_what_its_prediction_says(recomputed: tuple[int, ...]) -> None:
+    """Forward passes of all blocks take the same; a backward pass takes as much longer as blocks are recomputed."""
+    layout = Layout(
+        model=PRESETS["llama-2-7b"],
+        device=DEVICES["h100"],
+        precision="bf16",
+        num_devices=4,
+        pp=4,
+        stages_per_rank=1,
+        cut="balanced",
+        global_batch=16,
+        seq_len=4096,
+        recompute="partial",
+        recomputed_blocks=recomputed,
+    )
+    (predicted,) = predict([layout])
+    parts = predicted.parts_s
+    timeline = layout_timeline(layout, parts, 16)
+    busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
+    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
+    # collectives are not repeated, which the prediction counts and the chart does not
+    assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"], rel=0.02)
+    forward_s, backward_s = (
+        [next(it.end_s - it.begin_s for it in row if it.action.kind == kind) for row in timeline[:3]] for kind in "FB"
+    )
+    assert forward_s == pytest.approx([forward_s[0]] * 3)
+    assert [b / f for f, b in zip(forward_s, backward_s, strict=True)] == pytest.approx(
+        [2 + count / 8 for count in recomputed[:3]]
+    )
+
+
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-70b", "llama-3-405b", "gpt-175b"])
 def test_the_formula_of_a_step_holds_where_stages_of_a_rank_are_equal(model: str) -> None:
     """Played through pass by pass, with uneven ranks and the output matrix on the last one."""

@@ -159,26 +159,35 @@ def _sequences(text: str, seq_len: int) -> int:
 
 
 def _pins(texts: Sequence[str]) -> dict[str, int | str]:
+    from unisono.planner.layout_space import PARTIAL, RECOMPUTED_BLOCKS
+
     pins: dict[str, int | str] = {}
     for text in texts:
         name, value = _pin(text)
         if name in pins:
             raise _refused(f"--pin {name}={pins[name]} --pin {text}", "an axis has one value", f"--pin {text}")
         pins[name] = value
+    if RECOMPUTED_BLOCKS in pins and pins.setdefault("recompute", PARTIAL) != PARTIAL:
+        raise _refused(
+            f"--pin {RECOMPUTED_BLOCKS}={pins[RECOMPUTED_BLOCKS]} with recompute={pins['recompute']}",
+            "some blocks are recomputed in partial recompute alone",
+            f"--pin {RECOMPUTED_BLOCKS}={pins[RECOMPUTED_BLOCKS]} alone",
+        )
     return pins
 
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES, RECOMPUTE
+    from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
-    if name not in AXES:
-        raise _refused(f"--pin {text}", f"an axis is one of {', '.join(AXES)}", nearest_name(name, AXES))
+    names = (*AXES, RECOMPUTED_BLOCKS)
+    if name not in names:
+        raise _refused(f"--pin {text}", f"an axis is one of {', '.join(names)}", nearest_name(name, names))
     if name == "recompute":
-        if value not in RECOMPUTE:
-            raise _refused(f"--pin {text}", "recompute is none, selective or full", "recompute=full")
+        if value not in (*RECOMPUTE, PARTIAL):
+            raise _refused(f"--pin {text}", "recompute is none, selective, full or partial", "recompute=full")
         return name, value
     if name == "zero":
         if value not in map(str, ZERO_STAGES):

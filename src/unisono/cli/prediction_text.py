@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from unisono.planner.layout import Layout
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 _LAYOUT = (
     *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "cut", "cp", "ep"),
-    *("micro_batch", "global_batch", "seq_len", "recompute"),
+    *("micro_batch", "global_batch", "seq_len", "recompute", "recomputed_blocks"),
 )
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """The layout with what was assumed, as JSON types."""
     values = {name: getattr(layout, name) for name in _LAYOUT} | {"dp_shard": layout.state_ranks // layout.cp or 1}
+    values["recomputed_blocks"] = list(layout.recomputed_blocks)
     return {"device": layout.device.name, "params": layout.model.params, **values}
 
 
@@ -26,8 +27,7 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     from unisono.planner.step_time import efficiency_key, fitted_constants
 
     step_s, factor = prediction.step_s, 1 + prediction.spread
-    facts = layout_facts(layout).items()
-    yield " ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in facts)
+    yield " ".join(f"{name}={_text(value)}" for name, value in layout_facts(layout).items() if value != [])
     if layout.pp > 1 and not layout.stages_per_rank:
         yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"
     yield f"step {step_s:.4g} s; nine of ten such runs lie between {step_s / factor:.4g} and {step_s * factor:.4g} s"
@@ -39,6 +39,13 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     )
     yield from _parts(prediction.parts_s, step_s)
     yield from _memory(layout, prediction)
+
+
+def _text(value: Any) -> str:
+    """A field of a layout, as the columns of ``plan simulate`` have it."""
+    if isinstance(value, list):
+        return ",".join(map(str, cast("list[int]", value)))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _tflops(flops_per_s: float) -> str:

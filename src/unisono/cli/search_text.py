@@ -101,7 +101,10 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     yield from prediction_lines(found.best.layout, answer.prediction)
     for name, stage in answer.stages.items():
         if name != "only":
-            yield f"  {name} stage{format_gib(stage.counted):>{18 - len(name) + 4}}    {stage.blocks:g} blocks"
+            again = f", {stage.recomputed_blocks:g} recomputed" if found.best.layout.recompute == "partial" else ""
+            yield f"  {name} stage{format_gib(stage.counted):>{18 - len(name) + 4}}    {stage.blocks:g} blocks{again}"
+    if answer.fits_with:
+        yield answer.fits_with
     if answer.refused_by_runs:
         yield f"unisono train refuses this layout: {answer.refused_by_runs}"
     if applied is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.errors import PlanError
+from unisono.observe.run_summary import format_gib
 from unisono.planner.decision_flips import Sensitivity
 from unisono.planner.layout_strategy import plan_of
 from unisono.planner.peak_memory import StageMemory, stage_memory
@@ -44,6 +45,21 @@ class Answer:
         """Tokens of all ranks in a step."""
         layout = self.found.smallest.layout
         return layout.global_batch * layout.seq_len
+
+    @property
+    def fits_with(self) -> str:
+        """How many blocks the best layout recomputes, if not all or none, and what that saves of each; else empty."""
+        layout = self.best.layout if self.best else None
+        if layout is None or layout.recompute != "partial":
+            return ""
+        none, full = predict([replace(layout, recompute=mode, recomputed_blocks=()) for mode in ("none", "full")])
+        counts, stages = layout.recomputed_blocks, len(layout.recomputed_blocks)
+        where = "" if stages == 1 else f", {min(counts)} to {max(counts)} of each of {stages} stages"
+        over = none.needed_bytes - self.found.limit_bytes
+        without = f"without any it would need {format_gib(over)} too much" if over > 0 else "it would fit without any"
+        assert self.prediction is not None
+        slower = f"with all a step would take {full.step_s / self.prediction.step_s - 1:.1%} longer"
+        return f"fits with {sum(counts)} of {layout.model.layers} blocks recomputed{where}; {without}, {slower}"
 
     @staticmethod
     def of(found: SearchResult, sensitivity: Sensitivity) -> Answer:

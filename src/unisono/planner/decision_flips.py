@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from unisono.planner.layout import Layout, LayoutError
-from unisono.planner.layout_space import AXES, Job, Value
-from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit, step_times
+from unisono.planner.layout_space import AXES, Job
+from unisono.planner.layout_time import layout_time
+from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit
 
 Property = Literal["device memory", "network bandwidth", "link bandwidth", "global batch", "devices"]
 PROPERTIES: Final[tuple[Property, ...]] = (
@@ -33,7 +34,7 @@ class Perturbation:
         changed: The property.
         factor: What it is multiplied by.
         best: The fastest layout that fits; None if none does.
-        is_other: Whether it has another value on some axis than the best layout of the job itself.
+        is_other: Whether it has another value on some axis than the best layout of the job itself, or recomputes other blocks.
         reason: Why there is no layout; empty if there is one.
     """
 
@@ -122,7 +123,9 @@ def _perturbations(
             if changed == "devices" and count not in searches:
                 continue  # a half of an odd number
             if changed == "device memory":
-                other, reason = compared.best(memory_limit(job) * factor), ""
+                memory = (job.memory_bytes or job.device.memory_bytes) * factor
+                found = _Search.of(replace(job, memory_bytes=memory))  # partial recompute is made for a memory
+                other, reason = found.best, found.reason
             elif changed in ("network bandwidth", "link bandwidth"):
                 other, reason = _with_bandwidth(job, compared, changed, factor), ""
             else:
@@ -139,7 +142,7 @@ def _with_bandwidth(job: Job, compared: LayoutTable, changed: Property, factor: 
     name = "network_bytes_per_s" if changed == "network bandwidth" else "link_bytes_per_s"
     device = replace(job.device, **{name: getattr(job.device, name) * factor})
     layouts = [replace(layout, device=device) for layout in compared.layouts]
-    return replace(compared, layouts=layouts, step_s=step_times(layouts)).best(memory_limit(job))
+    return replace(compared, layouts=layouts, step_s=layout_time(layouts).total).best(memory_limit(job))
 
 
 def _with_batch(job: Job, factor: float) -> _Search:
@@ -149,11 +152,12 @@ def _with_batch(job: Job, factor: float) -> _Search:
     return _Search.of(replace(job, global_batch=int(batch)))
 
 
-def _decision(layout: Layout) -> tuple[Value, ...]:
-    """What is chosen: the axes, with all data ranks as one value, so that another number of devices alone changes nothing."""
+def _decision(layout: Layout) -> tuple[object, ...]:
+    """What is chosen: the axes, with all data ranks as one value, so that another number of devices alone changes nothing; and
+    which blocks are recomputed."""
     values = {axis: getattr(layout, axis) for axis in AXES}
     values["dp_shard"] = "all" if layout.zero and layout.dp_shard == layout.dp else layout.dp_shard
-    return tuple(values.values())
+    return (*values.values(), layout.recomputed_blocks)
 
 
 def _device_counts(searches: Sequence[_Search]) -> Iterator[DeviceCount]:

@@ -13,7 +13,7 @@ from unisono.planner.devices import Device, Precision
 from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -54,7 +54,9 @@ class Layout:
         micro_batch: Sequences of one forward pass of a model replica.
         global_batch: Sequences of a step.
         seq_len: Tokens of a sequence.
-        recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here.
+        recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here. ``partial``
+            is full recompute of some blocks of each stage; the others keep all (Megatron-LM's ``--recompute-method block``).
+        recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         compiled: Whether the model is compiled, which needs less memory.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
@@ -75,6 +77,7 @@ class Layout:
     global_batch: float = 1
     seq_len: int = 1
     recompute: Recompute = "none"
+    recomputed_blocks: tuple[int, ...] = ()
     compiled: bool = False
     states_in_16_bits: bool = False
 
@@ -112,6 +115,14 @@ class Layout:
                 f"a global batch of {self.global_batch:g} sequences",
                 f"each of {self.dp} replicas has a micro-batch of {self.micro_batch:g}",
                 f"{self.dp * self.micro_batch:g}",
+            )
+
+        stages = self.pp * max(1, self.stages_per_rank)
+        if len(self.recomputed_blocks) != (stages if self.recompute == "partial" else 0):
+            raise LayoutError(
+                f"recompute {self.recompute} with numbers of blocks for {len(self.recomputed_blocks)} stages",
+                f"partial recompute has one for each of {stages} stages, and no other has any",
+                "recompute full, without numbers",
             )
 
     @property

@@ -16,11 +16,13 @@ from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recomp
 from unisono.planner.model_files import is_model_file, read_model
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
+from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 
 _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
-    *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute", "cut", "notes"),
+    *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
+    *("recomputed_blocks", "cut", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -41,7 +43,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled. A precision such as ``bf16-true`` has all states in 16 bits.
+    compiled. A precision such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``,
+    ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a single number is that
+    of every stage.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -56,15 +60,16 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     replicas = max(1, num_devices // (tp * pp * cp))
     global_batch = _number(row, "global_batch")
     micro_batch = _number(row, "micro_batch") or _default_micro_batch(seq_len, global_batch / replicas)
-    stages = re.search(r"\b(?:VPP?|virtual stages)\W{0,3}(\d+)", row.get("notes", ""), re.IGNORECASE)
-    return Layout(
+    virtual = re.search(r"\b(?:VPP?|virtual stages)\W{0,3}(\d+)", row.get("notes", ""), re.IGNORECASE)
+    stages_per_rank = int(virtual[1]) if virtual and pp > 1 else 0
+    layout = Layout(
         model=model,
         device=device,
         precision=_precision(row.get("precision", ""), device),
         num_devices=num_devices,
         tp=tp,
         pp=pp,
-        stages_per_rank=int(stages[1]) if stages and pp > 1 else 0,
+        stages_per_rank=stages_per_rank,
         cut=_cut(row.get("cut", "")),
         cp=cp,
         ep=ep,
@@ -74,9 +79,18 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
+        recomputed_blocks=_blocks(row.get("recomputed_blocks", ""), pp * max(1, stages_per_rank)),
         compiled="compile" in row.get("notes", "").lower(),
         states_in_16_bits="true" in row.get("precision", "").lower(),
     )
+    for blocks, recomputed in zip(blocks_per_rank(layout), recomputed_per_rank(layout), strict=True):
+        if recomputed > blocks:
+            raise LayoutError(
+                f"recomputed_blocks {row['recomputed_blocks']!r}",
+                f"they are among the blocks of a stage, and a rank has {blocks:g}",
+                "recompute=full, if all are",
+            )
+    return layout
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:
@@ -164,7 +178,21 @@ def _recompute(text: str) -> Recompute:
         return "selective"
     if text.lower() in _NONE:
         return "none"
-    raise LayoutError(f"recompute {text!r}", "it is full, selective or none", "full")
+    if text.lower() == "partial":
+        return "partial"
+    raise LayoutError(f"recompute {text!r}", "it is full, selective, partial or none", "full")
+
+
+def _blocks(text: str, stages: int) -> tuple[int, ...]:
+    """A number for each of ``stages``; none if ``text`` is empty."""
+    if not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", text.replace(" ", ""), re.ASCII):
+        raise LayoutError(
+            f"recomputed_blocks {text!r}",
+            "it is a number for each stage, or one for all of them",
+            "recomputed_blocks=1",
+        )
+    counts = tuple(int(count) for count in text.split(",")) if text else ()
+    return counts * stages if len(counts) == 1 else counts
 
 
 def _zero(text: str, default: int) -> int:

@@ -18,7 +18,9 @@ from unisono.planner.model_shape import ModelShape
 AXES: Final = ("tp", "pp", "stages_per_rank", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute")
 # shorter sequences are not divided: few published runs divide any, so what that costs is the least certain part of a prediction
 LEAST_CP_TOKENS: Final = 32768
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of all blocks
+PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
+RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
 _MOST_STAGES: Final = 10  # of a rank
@@ -39,7 +41,8 @@ class Job:
         global_batch: Sequences of a step.
         seq_len: Tokens of a sequence.
         compiled: Whether the model is compiled.
-        pins: Values that are given, by the names of ``AXES``.
+        pins: Values that are given, by the names of ``AXES``. With ``recompute=partial`` there may be ``recomputed_blocks``, the
+            blocks of each stage that are recomputed.
         memory_bytes: Memory of a device; 0: that of its data sheet.
     """
 
@@ -60,7 +63,7 @@ class Space:
 
     Attributes:
         job: The job.
-        layouts: Every legal layout with the pins.
+        layouts: Every legal layout with the pins; without recompute if partial recompute is pinned.
         refused: Each value of an axis that no layout has, in the order of ``AXES``, with the rule.
     """
 
@@ -170,8 +173,9 @@ class Space:
                     self._refuse("ranks of a sequence share states", zero=zero)
 
     def _recomputes(self, zero: int) -> Iterator[Recompute]:
+        pin = self.job.pins.get("recompute")
         for recompute in RECOMPUTE:
-            if self.job.pins.get("recompute", recompute) != recompute:
+            if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
                 continue
             if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
                 self._refuse("predicted as none where ranks share no gradients", recompute=recompute)

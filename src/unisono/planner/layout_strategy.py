@@ -44,13 +44,15 @@ def plan_of(layout: Layout) -> Plan:
         schedule="interleaved" if layout.stages_per_rank > 1 else "1f1b",
         ep=layout.ep,
         precision=layout.precision,
-        recompute=layout.recompute,
+        recompute="full" if layout.recompute == "partial" else layout.recompute,
     )
     # no rule of these options depends on the device, and the file does not name one
     plan = derive_plan(options, world_size=layout.num_devices, device="cpu", native_bf16=True)
     if layout.pp > 1:
         plan = plan.updated(pipeline={"layers_per_stage": blocks_per_stage(layout)})
-        validate_plan(plan, layout.num_devices)
+    if layout.recompute == "partial":
+        plan = plan.updated(recompute={"blocks_per_stage": layout.recomputed_blocks})
+    validate_plan(plan, layout.num_devices)
     return plan
 
 
@@ -62,6 +64,8 @@ def strategy(layout: Layout) -> dict[str, Any]:
         groups["fsdp"] = {"zero": layout.zero}
     if layout.pp > 1:
         groups["pipeline"] = {name: plan["pipeline"][name] for name in ("schedule", "layers_per_stage")}
+    if layout.recompute == "partial":
+        groups["recompute"]["blocks_per_stage"] = plan["recompute"]["blocks_per_stage"]
     if layout.tp > 1:  # as its memory is predicted
         groups["tensor_parallel"] = {"sequence_parallel": True}
     return {"version": VERSION, **groups}

@@ -7,30 +7,28 @@ from collections.abc import Mapping
 from unisono.plan.options import Schedule
 from unisono.plan.pipeline_schedule import Kind, schedule_order
 from unisono.planner.layout import Layout
+from unisono.planner.layout_time import OUTSIDE
 from unisono.planner.pipeline_timeline import TimedPass, pipeline_timeline
 from unisono.planner.stage_blocks import blocks_per_stage
-
-# parts of a step that are no work of a pass
-_OUTSIDE = frozenset({"imbalance", "bubble", "gradients", "stragglers"})
 
 
 def layout_timeline(layout: Layout, parts_s: Mapping[str, float], micro_batches: int) -> list[list[TimedPass]]:
     """The passes of the first ``micro_batches`` of a step on each rank of a pipeline; messages take no time.
 
-    A forward pass takes a third of both passes, or a quarter with full recompute. ``parts_s`` are means over the ranks
+    A forward pass takes a third of both passes, and once more where it is recomputed. ``parts_s`` are means over the ranks
     (``StepParts``); a stage has its part of them by its blocks, and the last one the output matrix.
     """
     chunks = max(1, layout.stages_per_rank)
     schedule: Schedule = "interleaved" if chunks > 1 else "1f1b"
-    work_s = sum(seconds for name, seconds in parts_s.items() if name not in _OUTSIDE and name != "lm_head")
-    block_s = work_s / layout.num_micro_batches / (layout.model.layers / layout.pp)
+    work_s = sum(seconds for name, seconds in parts_s.items() if name not in OUTSIDE and name != "lm_head")
     head_s = parts_s["lm_head"] * layout.pp / layout.num_micro_batches
     blocks = blocks_per_stage(layout)
-    forward = 1 / 4 if layout.recompute == "full" else 1 / 3
+    again = blocks if layout.recompute == "full" else layout.recomputed_blocks or (0,) * len(blocks)
+    # of a block that is not recomputed
+    block_s = work_s / layout.num_micro_batches / ((sum(blocks) + sum(again) / 3) / layout.pp)
     seconds: dict[tuple[Kind, int], float] = {}
-    for stage, count in enumerate(blocks):
-        passes_s = count * block_s
+    for stage, (count, repeated) in enumerate(zip(blocks, again, strict=True)):
         last_s = head_s if stage == len(blocks) - 1 else 0.0  # the output matrix is not computed again
-        seconds["F", stage] = forward * passes_s + last_s / 3
-        seconds["B", stage] = (1 - forward) * passes_s + last_s * 2 / 3
+        seconds["F", stage] = block_s * count / 3 + last_s / 3
+        seconds["B", stage] = block_s * (2 * count + repeated) / 3 + last_s * 2 / 3
     return pipeline_timeline(schedule_order(schedule, layout.pp, chunks, micro_batches), seconds)

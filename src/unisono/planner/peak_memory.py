@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_columns
 from unisono.planner.model_shape import ModelShape
-from unisono.planner.stage_blocks import blocks_per_rank
+from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 from unisono.planner.step_time import fitted_constants
 
 _BYTES: Final = 2  # of an activation
@@ -71,6 +72,7 @@ class StageMemory:
     Attributes:
         rank: Its place in the pipeline.
         blocks: Blocks of the model that it has; a mean if the model has fewer than the pipeline stages.
+        recomputed_blocks: Those of them that the backward pass computes again in full.
         states: Parameters, gradients and optimizer states.
         gathered: Parameters and gradients of blocks while they are used.
         activations: Of all micro-batches in flight.
@@ -80,6 +82,7 @@ class StageMemory:
 
     rank: int
     blocks: float
+    recomputed_blocks: float
     states: float
     gathered: float
     activations: float
@@ -100,7 +103,9 @@ class StageMemory:
 def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     """The memory of each of ``layouts``: of the rank of its pipeline that needs most."""
     places = [_places(layout) for layout in layouts]
-    parts = np.stack([_stage_parts(layouts, [place[which] for place in places]) for which in range(3)])
+    every = np.tile(np.arange(len(layouts)), 3)
+    parts = rank_parts(layouts, every, [place[which] for which in range(3) for place in places])
+    parts = parts.reshape(len(COUNTED), 3, len(layouts)).swapaxes(0, 1)
     counted = np.take_along_axis(parts, parts.sum(1).argmax(0)[None, None, :], 0)[0]
     factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
     room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(0)
@@ -122,36 +127,65 @@ def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
     if layout.pp == 2:
         del names["middle"]
     found: dict[str, StageMemory] = {}
-    for name, (rank, blocks, in_flight) in names.items():
-        values = _stage_parts([layout], [(rank, blocks, in_flight)])[:, 0]
+    for name, place in names.items():
+        values = rank_parts([layout], np.zeros(1, int), [place])[:, 0]
         parts = dict(zip(COUNTED, map(float, values), strict=True))
-        found[name] = StageMemory(rank=rank, blocks=blocks, **parts)
+        found[name] = StageMemory(rank=place.rank, blocks=place.blocks, recomputed_blocks=place.recomputed, **parts)
     return found
 
 
-# a rank of a pipeline, its blocks, and the micro-batches of which it keeps activations
-_Place = tuple[int, float, float]
+class Place(NamedTuple):
+    """A rank of a pipeline: its number, its blocks, how many of them are recomputed in full, and the micro-batches of which it
+    keeps activations."""
+
+    rank: int
+    blocks: float
+    recomputed: float
+    in_flight: float
 
 
-def _places(layout: Layout) -> tuple[_Place, _Place, _Place]:
-    """The first rank, the one between that keeps most activations, and the last; without one between, the first in its place."""
+def places_of_ranks(layout: Layout) -> tuple[Place, ...]:
+    """Every rank of the pipeline."""
     per_rank = layout.stages_per_rank or fitted_constants().stages_per_rank
-    return _places_of(blocks_per_rank(layout), per_rank, layout.num_micro_batches)
+    return _ranks(blocks_per_rank(layout), recomputed_per_rank(layout), per_rank, layout.num_micro_batches)
+
+
+def _places(layout: Layout) -> tuple[Place, Place, Place]:
+    """The first rank, the one between that keeps most activations, and the last; without one between, the first in its place."""
+    kept, least, _ = _block_bytes(layout) if layout.recompute == "partial" else (1, 1, 1)
+    return _ends_and_middle(places_of_ranks(layout), least / kept)
 
 
 @lru_cache(maxsize=4096)
-def _places_of(blocks: tuple[float, ...], per_rank: float, micro_batches: float) -> tuple[_Place, _Place, _Place]:
+def _ranks(
+    blocks: tuple[float, ...], recomputed: tuple[float, ...], per_rank: float, micro_batches: float
+) -> tuple[Place, ...]:
+    """``places_of_ranks`` for so many blocks of each rank, of which so many are recomputed.
+
+    Args:
+        blocks: Blocks of each rank.
+        recomputed: Those that are recomputed.
+        per_rank: Stages of each rank.
+        micro_batches: Micro-batches of a step.
+    """
     pp = len(blocks)
     # 1F1B; interleaved as Narayanan et al. 2021, section 2.2: the first ranks hold more chunks, the last ones fewer
     most = (pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank for rank in range(pp))
-    ranks = [(rank, blocks[rank], min(flying, micro_batches)) for rank, flying in enumerate(most)]
-    middle = max(ranks[1:-1], key=lambda place: place[1] * place[2], default=ranks[0])
+    return tuple(
+        Place(rank, blocks[rank], recomputed[rank], min(flying, micro_batches)) for rank, flying in enumerate(most)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _ends_and_middle(ranks: tuple[Place, ...], share: float) -> tuple[Place, Place, Place]:
+    """A recomputed block keeps a ``share`` of what another does."""
+    middle = max(ranks[1:-1], key=lambda it: (it.blocks - it.recomputed * (1 - share)) * it.in_flight, default=ranks[0])
     return ranks[0], middle, ranks[-1]
 
 
-def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers:
-    """Bytes of one place in each of ``layouts`` [COUNTED, layouts]."""
-    rank, blocks, in_flight = np.array(places, float).reshape(-1, 3).T
+def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Sequence[Place] | Numbers) -> Numbers:
+    """Bytes of ``places`` in those of ``layouts`` whose numbers are ``which`` [COUNTED, places]."""
+    rank, blocks, again, in_flight = np.array(places, float).reshape(-1, 4).T
     layers, vocab, hidden, dense_params, expert_params, tied = model_columns(
         layouts,
         lambda it: it.layers,
@@ -172,7 +206,12 @@ def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers
     )
     # of a sequence on a rank, with sequence parallelism beside tensor parallelism
     (tokens,) = columns(layouts, lambda it: it.micro_batch * it.seq_len / it.cp / it.tp)
-    kept, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 2).T
+    kept, least, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 3).T
+    layers, vocab, hidden, dense_params, expert_params, tied = (
+        each[which] for each in (layers, vocab, hidden, dense_params, expert_params, tied)
+    )
+    tp, pp, ep, zero, ranks, in_16_bits = (each[which] for each in (tp, pp, ep, zero, ranks, in_16_bits))
+    tokens, kept, least, block = (each[which] for each in (tokens, kept, least, block))
     is_last = rank == pp - 1
     # embedding and output matrix; a tied one is on both ends of a pipeline
     matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
@@ -188,22 +227,23 @@ def _stage_parts(layouts: Sequence[Layout], places: Sequence[_Place]) -> Numbers
         [
             states,
             gathered,
-            kept * tokens * blocks * in_flight,
-            (block - kept) * tokens,
+            kept * tokens * (blocks - again) * in_flight + least * tokens * again * in_flight,
+            (block - np.where(again > 0, least, kept)) * tokens,
             _LOGIT * vocab * tokens * is_last,
         ]
     )
 
 
-def _block_bytes(layout: Layout) -> tuple[float, float]:
+def _block_bytes(layout: Layout) -> tuple[float, float, float]:
     """``_bytes_of_block`` of a layout."""
     is_fsdp = layout.zero > 1 and layout.state_ranks > 1
     return _bytes_of_block(layout.model, layout.tp, layout.recompute, is_fsdp)
 
 
 @lru_cache(maxsize=1024)
-def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float]:
-    """Bytes of a token that a block keeps for its backward pass, and those that it has while that runs; means over the blocks."""
+def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float, float]:
+    """Bytes of a token, means over the blocks: those that a block keeps for its backward pass, those that one which is recomputed
+    in full keeps, and those that a block has while that pass runs."""
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = 3 if model.gated else 2
     # inputs of both norms, outputs of both, queries, keys, values and weighted values
@@ -220,10 +260,9 @@ def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: b
     block = attention + per_unit * units
     if tp > 1:  # inputs and outputs of both layers are gathered while they are used
         block += 4 * _BYTES * hidden * (tp - 1)
-    if recompute == "full":
-        return _BYTES * hidden, block
+    least = _BYTES * hidden  # its input
     if recompute == "selective" and is_fsdp:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
         kept = _BYTES * (2 * hidden + 2 * query + key_value + units) + _LOG_SUM * model.heads
-        return kept, block
-    return attention + per_unit * units, block
+        return kept, least, block
+    return attention + per_unit * units, least, block

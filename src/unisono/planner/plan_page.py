@@ -179,15 +179,21 @@ def _stages(answer: Answer) -> Section:
             name,
             *(
                 f"{value:.4g}"
-                for value in (stage.rank, stage.blocks, *(size / GIB for size in (*stage.parts, stage.counted)))
+                for value in (
+                    stage.rank,
+                    stage.blocks,
+                    stage.recomputed_blocks,
+                    *(size / GIB for size in (*stage.parts, stage.counted)),
+                )
             ),
         ]
         for name, stage in answer.stages.items()
     ]
     return Section(
         title="Memory by stage",
-        note="In GiB, of the first and the last rank of the pipeline and of the one between them that needs most.",
-        tables=[Table(head=("stage", "rank", "blocks", *COUNTED, "all"), rows=rows)],
+        note="In GiB, of the first and the last rank of the pipeline and of the one between them that needs most. "
+        + (f"The layout {answer.fits_with}." if answer.fits_with else ""),
+        tables=[Table(head=("stage", "rank", "blocks", "recomputed blocks", *COUNTED, "all"), rows=rows)],
     )
 
 

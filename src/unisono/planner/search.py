@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
-from unisono.planner.layout_space import AXES, RECOMPUTE, Job, Space, Value
+from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, Job, Space, Value
+from unisono.planner.layout_time import layout_time
+from unisono.planner.partial_recompute import least_recompute, pinned_recompute
 from unisono.planner.peak_memory import peak_memory
-from unisono.planner.step_time import efficiencies, fitted_constants, step_time
-from unisono.planner.step_work import count_work
 
 MEMORY_SHARE: Final = (
     0.92  # of the device's memory that a layout may take: the rest is for communicators and the driver
@@ -45,7 +45,10 @@ class PredictedLayout:
         """The axes that the layout uses, such as ``tp=8 pp=4``."""
         values = [(axis, getattr(self.layout, axis)) for axis in AXES]
         used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
-        return " ".join(f"{axis}={value}" for axis, value in used) or "data parallel alone"
+        texts = [f"{axis}={value}" for axis, value in used]
+        if self.layout.recompute == PARTIAL:
+            texts.append(f"({sum(self.layout.recomputed_blocks)} of {self.layout.model.layers} blocks)")
+        return " ".join(texts) or "data parallel alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,26 +128,38 @@ def memory_limit(job: Job) -> float:
 
 def compare(job: Job) -> LayoutTable:
     """Predictions for all layouts of ``job``. Raises LayoutError if none is legal."""
-    space = Space(job)
-    if not space.layouts:
+    space, pin = Space(job), job.pins.get("recompute")
+    needs = peak_memory(space.layouts).counted if space.layouts else np.zeros(0)
+    partial = _partial(job, space.layouts, needs)
+    # those that partial recompute was made from have another value than the pin
+    layouts = partial if pin == PARTIAL else [*space.layouts, *partial]
+    if not layouts:
         pins = "".join(f" {axis}={value}" for axis, value in job.pins.items())
         raise LayoutError(
             f"{job.num_devices} devices, a global batch of {job.global_batch} sequences" + (f",{pins}" if pins else ""),
-            "axes divide the devices, the batch, the heads, the experts and the layers, and no layout does",
+            "axes divide the devices, the batch, the heads, the experts and the layers, and no layout does"
+            + ("; partial recompute is that of fewer blocks than a stage has" if pin == PARTIAL else ""),
             "a batch that more numbers divide, such as a power of two, or fewer pins",
         )
-    return LayoutTable(
-        layouts=space.layouts,
-        step_s=step_times(space.layouts),
-        needed_bytes=peak_memory(space.layouts).counted,
-        refused=space.refused,
-    )
+    if partial:
+        needs = np.concatenate([needs[: len(layouts) - len(partial)], peak_memory(partial).counted])
+    refused = space.refused
+    if pin is None and not partial:
+        rule = "each layout fits without recompute, or not with full recompute either"
+        refused = (*refused, ("recompute", PARTIAL, rule))
+    return LayoutTable(layouts=layouts, step_s=layout_time(layouts).total, needed_bytes=needs, refused=refused)
 
 
-def step_times(layouts: Sequence[Layout]) -> Numbers:
-    """Seconds of a step of each of ``layouts``."""
-    fitted = fitted_constants()
-    return step_time(count_work(layouts), efficiencies(layouts, fitted), fitted).total
+def _partial(job: Job, layouts: Sequence[Layout], needs: Numbers) -> list[Layout]:
+    """Layouts with partial recompute, made from those of ``layouts`` without recompute, which need so many bytes."""
+    limit, pin = memory_limit(job), job.pins.get("recompute")
+    if pin == PARTIAL:
+        count = job.pins.get(RECOMPUTED_BLOCKS)
+        return (
+            least_recompute(layouts, limit, is_pinned=True) if count is None else pinned_recompute(layouts, int(count))
+        )
+    over = [layout for layout, need in zip(layouts, needs, strict=True) if layout.recompute == "none" and need > limit]
+    return [] if pin else least_recompute(over, limit)
 
 
 def choose(job: Job, compared: LayoutTable) -> SearchResult:
@@ -196,7 +211,7 @@ def _changes(
 def _complexity(layout: Layout) -> tuple[float, ...]:
     """Fewer axes first, then fewer ranks of each; recompute and sharding count as axes."""
     axes = (layout.pp, layout.cp, layout.tp, layout.stages_per_rank, layout.ep)
-    used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + RECOMPUTE.index(layout.recompute)
+    used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + (*RECOMPUTE, PARTIAL).index(layout.recompute)
     return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch)
 
 

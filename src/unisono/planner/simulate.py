@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from unisono.errors import ConfigError
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_columns import read_layout
+from unisono.planner.layout_time import layout_time
 from unisono.planner.peak_memory import MemoryParts, peak_memory
-from unisono.planner.step_time import StepParts, efficiencies, fitted_constants, step_time
+from unisono.planner.step_time import StepParts, fitted_constants
 from unisono.planner.step_work import count_work
 from unisono.units import GIB
 
@@ -57,9 +58,7 @@ def predict(layouts: Sequence[Layout]) -> list[Prediction]:
     """A prediction for each of ``layouts``."""
     if not layouts:
         return []
-    fitted = fitted_constants()
-    work = count_work(layouts)
-    times = step_time(work, efficiencies(layouts, fitted), fitted)
+    fitted, work, times = fitted_constants(), count_work(layouts), layout_time(layouts)
     total, memory = times.total, peak_memory(layouts)
     predictions: list[Prediction] = []
     for i, layout in enumerate(layouts):

@@ -5,6 +5,7 @@ The output matrix belongs to the last stage, which has fewer blocks for it. All 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from unisono.planner.layout import Layout
@@ -41,8 +42,20 @@ def _equal_blocks(count: int, num_stages: int, head: float) -> tuple[int, ...]:
     return (*((left + stage) // others for stage in range(others)), last)
 
 
+def recomputed_per_rank(layout: Layout) -> tuple[float, ...]:
+    """Blocks of each rank of the pipeline that the backward pass computes again."""
+    if layout.recompute == "full":
+        return blocks_per_rank(layout)
+    blocks = layout.recomputed_blocks or (0,) * layout.pp
+    return tuple(float(sum(blocks[rank :: layout.pp])) for rank in range(layout.pp))
+
+
+def spread_over_stages(blocks: Sequence[int], stages_per_rank: int) -> tuple[int, ...]:
+    """Blocks of each stage in order, of so many of each rank: as equal as possible, the first stages of a rank the largest."""
+    stages = max(1, stages_per_rank)
+    return tuple((count + stages - 1 - chunk) // stages for chunk in range(stages) for count in blocks)
+
+
 def blocks_per_stage(layout: Layout) -> tuple[int, ...]:
     """Blocks of each stage in order; rank ``r`` has every ``pp``-th from stage ``r`` on, the first of them the largest."""
-    stages = max(1, layout.stages_per_rank)
-    ranks = [int(blocks) for blocks in blocks_per_rank(layout)]
-    return tuple((blocks + stages - 1 - chunk) // stages for chunk in range(stages) for blocks in ranks)
+    return spread_over_stages([int(blocks) for blocks in blocks_per_rank(layout)], layout.stages_per_rank)
