@@ -86,6 +86,55 @@ def test_keys_and_values_of_other_ranks_hide_behind_attention() -> None:
     assert seconds(short).context_parallel[0] > found.context_parallel[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "axes", "name", "more"),
+    [
+        (LLAMA, {"tp": 8}, "tp_s", 3 / 2),
+        (LLAMA, {"tp": 8}, "tp_collectives", 3 / 2),
+        (DEEPSEEK, {"ep": 8}, "ep_s", 3 / 2),
+        (LLAMA, {"cp": 8}, "cp_s", 4 / 3),
+    ],
+)
+def test_full_recompute_repeats_the_collectives_of_the_forward_pass(
+    model: ModelShape, axes: dict[str, int], name: str, more: float
+) -> None:
+    kept, again = (getattr(count_work([layout(model, recompute=how, **axes)]), name)[0] for how in ("none", "full"))
+    assert again == pytest.approx(more * kept)
+    assert kept > 0
+
+
+def test_activations_of_experts_are_read_and_written_for_each_copy_of_a_token() -> None:
+    """Copies of its tokens are what a model with experts keeps beyond a dense one with as many hidden units for a token."""
+    small = PRESETS["qwen3-30b-a3b"]
+    one_expert = replace(small, experts=0, experts_per_token=0, ffn=small.ffn * small.experts_per_token)
+    experts, dense = (count_work([layout(model)]).activation_bytes[0] for model in (small, one_expert))
+    copies = 2 * 2 * small.hidden * small.experts_per_token * small.layers * 8192
+    assert experts - dense == pytest.approx(copies)
+
+
+def test_parameters_within_a_domain_are_sent_beside_the_computation() -> None:
+    inside, outside = (seconds(layout(num_devices=n, zero=3, dp_shard=n, micro_batch=8)) for n in (8, 64))
+    sent = count_work([layout(num_devices=8, zero=3, dp_shard=8, micro_batch=8)]).fsdp_s[0] * 8
+    assert 0 < inside.sharding[0] < sent / 10
+    assert outside.sharding[0] > sent / 10
+
+
+def test_a_device_without_published_runs_has_the_efficiency_of_its_architecture() -> None:
+    constants = replace(PLAIN, efficiency={"hopper/16-bit": 0.7, "h100/16-bit": 0.75})
+    jobs = [layout(device=name) for name in ("h100", "h200", "b200", "l40s")]
+    assert list(efficiencies(jobs, constants)) == [0.75, 0.7, 0.5, 0.5]
+    ranked = fitted_constants().efficiency
+    assert {
+        "ampere/16-bit",
+        "hopper/16-bit",
+        "hopper/fp8",
+        "blackwell/16-bit",
+        "blackwell/fp8",
+        "blackwell/fp4",
+    } <= set(ranked)
+    assert not [key for key in ranked if key.startswith("/")]
+
+
 def test_gradients_are_reduced_once_in_a_step() -> None:
     few, many = (seconds(layout(num_devices=8, global_batch=batch)) for batch in (8, 64))
     assert few.gradients[0] == many.gradients[0] == pytest.approx(6 * LLAMA.params / 450e9)
