@@ -56,6 +56,7 @@ class Layout:
         seq_len: Tokens of a sequence.
         recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here.
         compiled: Whether the model is compiled, which needs less memory.
+        fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
@@ -76,6 +77,7 @@ class Layout:
     seq_len: int = 1
     recompute: Recompute = "none"
     compiled: bool = False
+    fused_loss: bool = False
     states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:
