@@ -57,6 +57,7 @@ class Layout:
         recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here.
         compiled: Whether the model is compiled, which needs less memory.
         fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
+        flash_attention_2: Whether attention is FlashAttention-2 or older, without matrix instructions of devices after A100.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
@@ -78,6 +79,7 @@ class Layout:
     recompute: Recompute = "none"
     compiled: bool = False
     fused_loss: bool = False
+    flash_attention_2: bool = False
     states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:

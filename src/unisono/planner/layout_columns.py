@@ -39,8 +39,8 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     Columns of the shape take the place of the preset's. Axes that are empty are 1. Without ``micro_batch`` it has some 8,192
     tokens; without ``global_batch`` each replica has one micro-batch, in a pipeline 8 for each stage. Without ``zero``, ``fsdp``
     x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all data ranks share those of the optimizer (ZeRO 1). Stages
-    per rank are read from ``VP=`` in the notes, and whether the model is compiled or the loss fused. A precision such as
-    ``bf16-true`` has all states in 16 bits.
+    per rank are read from ``VP=`` in the notes, and whether the model is compiled, the loss fused or attention FlashAttention-2.
+    A precision such as ``bf16-true`` has all states in 16 bits.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -74,6 +74,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
         compiled="compile" in row.get("notes", "").lower(),
+        flash_attention_2="flashattention-2" in row.get("notes", "").lower(),
         fused_loss="fused loss" in row.get("notes", "").lower(),
         states_in_16_bits="true" in row.get("precision", "").lower(),
     )

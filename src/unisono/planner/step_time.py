@@ -31,6 +31,7 @@ class Constants:
         half_expert_tokens: The same for the tokens of one expert.
         half_expert_width: The same for the hidden units of an expert.
         attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
+        older_attention: The part of this speed that kernels of an older architecture reach.
         lm_head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
         activation_passes: Passes over the activations that a block keeps, by operations that are bound by memory.
         tp_factor: What tensor-parallel communication adds to a step, over its bytes at the bandwidth of the data sheet.
@@ -54,6 +55,7 @@ class Constants:
     half_expert_tokens: float
     half_expert_width: float
     attention: float
+    older_attention: float
     lm_head: float
     activation_passes: float
     tp_factor: float
@@ -148,10 +150,11 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     matmul = work.peak_flops * efficiency
     # products in fewer bits reach less of their peak than those in 16 bits on the same device
     matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
+    attention = fitted.attention * np.where(work.older_attention > 0, fitted.older_attention, 1)
     each = {  # of one micro-batch
         "matmul": work.matmul_flops / (matmul * at_tokens * at_width),
         "expert": work.expert_flops / (matmul * at_expert_tokens * at_expert_width),
-        "attention": work.attention_flops / (matmul_16 * fitted.attention),
+        "attention": work.attention_flops / (matmul_16 * attention),
         "lm_head": work.lm_head_flops / (matmul_16 * fitted.lm_head * at_tokens),
         "memory_bound": fitted.activation_passes * work.activation_bytes / work.memory_bytes_per_s,
         "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,

@@ -11,6 +11,10 @@ import numpy as np
 from unisono.planner.layout import Layout, Numbers, columns, model_columns
 from unisono.planner.stage_blocks import blocks_per_rank
 
+_AFTER_AMPERE: Final = (
+    "hopper",
+    "blackwell",
+)  # FlashAttention-2 has the instructions of Ampere (arXiv 2407.08608, section 1)
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks
@@ -41,6 +45,7 @@ class StepWork:
         expert_tokens: Tokens of an expert.
         expert_width: Hidden units of an expert.
         attention_flops: Scores and weighted values, of causal attention.
+        older_attention: 1 where its kernels are those of an older architecture than the device's, else 0.
         lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
         most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
         last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
@@ -72,6 +77,7 @@ class StepWork:
     expert_tokens: Numbers
     expert_width: Numbers
     attention_flops: Numbers
+    older_attention: Numbers
     lm_head_flops: Numbers
     most_blocks: Numbers
     last_blocks: Numbers
@@ -136,7 +142,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.device.domain,
         lambda it: it.device.memory_bytes_per_s,
     )
-    micro, sequences, seq_len, devices, per_rank, recomputes = columns(
+    micro, sequences, seq_len, devices, per_rank, recomputes, older_attention = columns(
         layouts,
         lambda it: it.num_micro_batches,
         lambda it: it.micro_batch,
@@ -144,6 +150,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.num_devices,
         lambda it: it.stages_per_rank,
         lambda it: it.recompute == "full",
+        lambda it: it.flash_attention_2 and it.device.architecture in _AFTER_AMPERE,
     )
     peak, peak_16 = columns(
         layouts,
@@ -181,6 +188,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         expert_tokens=np.maximum(1, tokens * active * ep / experts),
         expert_width=units,
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
+        older_attention=older_attention,
         lm_head_flops=6 * vocab * hidden * part,
         most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
         last_blocks=np.array([blocks[-1] for blocks in cuts]),
