@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from scipy.optimize import least_squares
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
 from unisono.planner.layout_columns import read_layout
-from unisono.planner.step_time import Constants, efficiencies, efficiency_key, step_time
+from unisono.planner.step_time import Constants, efficiencies, efficiency_keys, step_time
 from unisono.planner.step_work import StepWork, count_work
 
 ROWS = Path(__file__).with_name("published_runs.csv")
@@ -33,8 +34,9 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "half_expert_tokens": (200, 10, 20000),
     "half_expert_width": (300, 10, 20000),
     "attention": (0.45, 0.15, 1),
+    "older_attention": (0.6, 0.2, 1),  # FlashAttention-3 is 1.5 to 2.0 times as fast on H100 (arXiv 2407.08608)
     "lm_head": (0.8, 0.3, 1.2),
-    "activation_passes": (100, 5, 600),
+    "activation_passes": (5, 0.25, 30),
     "tp_factor": (0.6, 0.05, 4),
     "tp_latency_s": (2e-5, 1e-7, 1e-3),
     "ep_factor": (1, 0.05, 8),
@@ -45,11 +47,15 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "straggler_growth": (0.02, 1e-4, 0.3),
 }
 SMALL_SOURCE = 8
-FEW_ROWS = 3  # devices with fewer have no efficiency of their own
+FEW_ROWS = 3  # devices and architectures with fewer have no efficiency of their own
 _OTHER = "other"
 FIRST_EFFICIENCY, LEAST_EFFICIENCY = 0.7, 0.2
 # as a natural logarithm: how far measured times of one layout lie apart, and how far a constant may go from its first value
 ROW_SPREAD, START_SPREAD, EFFICIENCY_SPREAD = 0.1, 1.3, 0.33
+DEVICE_SPREAD = 0.1  # how far efficiencies of devices lie from that of their architecture
+_COUNTS_RECOMPUTE = re.compile(
+    r"includes? recompute|recompute-inclusive", re.IGNORECASE
+)  # published FLOPs, in the notes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +95,25 @@ def read_runs() -> tuple[list[PublishedRun], list[str]]:
                 continue
             tokens = float(row["tokens_per_s_per_gpu"] or 0)
             flops = float(row["tflops_per_gpu"] or 0) * 1e12
+            if not tokens and _COUNTS_RECOMPUTE.search(row["notes"]):
+                layout = replace(layout, recompute="full")  # some of these rows do not say it otherwise
+                flops /= recomputed_over_model_flops(layout)
             tokens = tokens or flops / layout.model.flops_per_token(layout.seq_len)
             if not tokens:
                 refused.append("no speed was measured")
                 continue
             runs.append(PublishedRun(row=row, layout=layout, tokens_per_s=tokens, excluded=_excluded(row)))
     return runs, refused
+
+
+def recomputed_over_model_flops(layout: Layout) -> float:
+    """Published FLOPs that count full recompute, over those of the model: a third more, but for the output matrix.
+
+    Source:
+        Narayanan et al. 2021 (arXiv 2104.04473), appendix: 96 in place of 72.
+    """
+    every = layout.model.flops_per_token(layout.seq_len)
+    return 1 + (every - 6.0 * layout.model.vocab * layout.model.hidden) / 3 / every
 
 
 def _excluded(row: dict[str, str]) -> str:
@@ -118,23 +137,38 @@ def measured_s(runs: Sequence[PublishedRun], work: StepWork) -> Numbers:
 def fit(layouts: Sequence[Layout], measured: Numbers) -> Constants:
     """Constants for ``measured`` step times of ``layouts``."""
     work, names = count_work(layouts), list(STARTS)
-    counts = Counter(efficiency_key(layout) for layout in layouts)
+    counts = Counter(key for layout in layouts for key in efficiency_keys(layout))
     keys = [_OTHER, *sorted(key for key, count in counts.items() if count >= FEW_ROWS)]
-    which = np.array([keys.index(key) if (key := efficiency_key(layout)) in keys else 0 for layout in layouts])
+    place = {key: i for i, key in enumerate(keys)}
+    chosen = [next((place[key] for key in efficiency_keys(layout) if key in place), 0) for layout in layouts]
+    which = np.array(chosen)
+    # an efficiency returns to that of the architecture where rows say nothing, and this to that of all
+    parent, away = np.zeros(len(keys), int), np.full(len(keys), EFFICIENCY_SPREAD)
+    for device, *architecture in set(map(efficiency_keys, layouts)):
+        if device in place and architecture:
+            parent[place[device]], away[place[device]] = place[architecture[0]], DEVICE_SPREAD
+    shared = len(names)
     starts = np.log([*(STARTS[name][0] for name in names), *[FIRST_EFFICIENCY] * len(keys)])
     low = np.log([*(STARTS[name][1] for name in names), *[LEAST_EFFICIENCY] * len(keys)])
     high = np.log([*(STARTS[name][2] for name in names), *[1.0] * len(keys)])
-    spread = np.array([START_SPREAD] * len(names) + [EFFICIENCY_SPREAD] * len(keys))
 
     def constants(x: Numbers) -> Constants:
         values = np.exp(x)
-        shared = dict(zip(names, map(float, values), strict=False))
-        efficiency = dict(zip(keys, map(float, values[len(names) :]), strict=True))
-        return Constants(**shared, other_efficiency=efficiency.pop(_OTHER), efficiency=efficiency)
+        efficiency = dict(zip(keys, map(float, values[shared:]), strict=True))
+        common = dict(zip(names, map(float, values[:shared]), strict=True))
+        return Constants(**common, other_efficiency=efficiency.pop(_OTHER), efficiency=efficiency)
 
     def residuals(x: Numbers) -> Numbers:
-        predicted = step_time(work, np.exp(x[len(names) :])[which], constants(x)).total
-        return np.concatenate([np.log(predicted / measured) / ROW_SPREAD, (x - starts) / spread])
+        predicted = step_time(work, np.exp(x[shared:])[which], constants(x)).total
+        returns: Numbers = np.take(x[shared:], parent)
+        returns[0] = starts[shared]
+        return np.concatenate(
+            [
+                np.log(predicted / measured) / ROW_SPREAD,
+                (x[:shared] - starts[:shared]) / START_SPREAD,
+                (x[shared:] - returns) / away,
+            ]
+        )
 
     found = least_squares(residuals, starts, bounds=(low, high), loss="soft_l1", max_nfev=100)
     return constants(found.x)

@@ -16,7 +16,7 @@ from unisono.planner.devices import DEVICES
 from unisono.planner.layout_space import Job, Space
 from unisono.planner.layout_strategy import plan_of, strategy, write_strategy
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.search import compare, memory_limit
+from unisono.planner.search import choose, compare, memory_limit
 
 JOB = Job(
     model=PRESETS["mixtral-8x7b"],

@@ -8,6 +8,7 @@ import pytest
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
+from unisono.planner.layout_columns import read_layout
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryParts, peak_memory, stage_memory
 from unisono.planner.stage_blocks import blocks_per_rank
@@ -49,6 +50,14 @@ def test_parts_by_hand() -> None:
     counted = sum(found.values()) - found["allocator"]
     assert found["allocator"] == pytest.approx(counted * (EAGER_FACTOR - 1))
     assert total(replace(ALONE, compiled=True)) == pytest.approx(counted * COMPILED_FACTOR)
+
+
+def test_a_fused_loss_keeps_logits_in_16_bits_and_their_gradient() -> None:
+    full, fused = parts(ALONE)["logits"], parts(replace(ALONE, fused_loss=True))["logits"]
+    assert fused == full * 4 / 12
+    row = {"model": "mpt-7b", "gpu_type": "H100", "gpus": "8", "notes": "FULL_SHARD; fused loss"}
+    assert read_layout(row).fused_loss
+    assert not read_layout({**row, "notes": "compile"}).fused_loss
 
 
 def test_a_published_run() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from unisono.plan.pipeline_schedule import balance_stages
 from unisono.planner.devices import DEVICES, find_device
 from unisono.planner.layout import Layout, LayoutError
+from unisono.planner.layout_columns import read_layout
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.simulate import predict
@@ -24,6 +25,7 @@ LLAMA, DEEPSEEK = PRESETS["llama-3-70b"], PRESETS["deepseek-v3"]
 # exposes everything, so that each part can be checked by hand
 PLAIN = Constants(
     half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, lm_head=1, activation_passes=0,
+    older_attention=0.5,
     tp_factor=1, tp_latency_s=0, ep_factor=1, dp_factor=1, fsdp_factor=1, hop_s=0, stages_per_rank=1, straggler_growth=0,
     efficiency={}, other_efficiency=0.5,
 )  # fmt: skip
@@ -85,6 +87,65 @@ def test_keys_and_values_of_other_ranks_hide_behind_attention() -> None:
     short = replace(job, seq_len=8192, micro_batch=8, global_batch=8)  # as many bytes, an eighth of the attention
     assert count_work([short]).cp_s[0] == pytest.approx(bytes_sent / 50e9)
     assert seconds(short).context_parallel[0] > found.context_parallel[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "name", "more"),
+    [
+        (LLAMA, {"tp": 8}, "tp_s", 3 / 2),
+        (LLAMA, {"tp": 8}, "tp_collectives", 3 / 2),
+        (DEEPSEEK, {"ep": 8}, "ep_s", 3 / 2),
+        (LLAMA, {"cp": 8}, "cp_s", 4 / 3),
+    ],
+)
+def test_full_recompute_repeats_the_collectives_of_the_forward_pass(
+    model: ModelShape, axes: dict[str, Any], name: str, more: float
+) -> None:
+    kept, again = (getattr(count_work([layout(model, recompute=how, **axes)]), name)[0] for how in ("none", "full"))
+    assert again == pytest.approx(more * kept)
+    assert kept > 0
+
+
+def test_activations_of_experts_are_read_and_written_for_each_copy_of_a_token() -> None:
+    """Copies of its tokens are what a model with experts keeps beyond a dense one with as many hidden units for a token."""
+    small = PRESETS["qwen3-30b-a3b"]
+    one_expert = replace(small, experts=0, experts_per_token=0, ffn=small.ffn * small.experts_per_token)
+    experts, dense = (count_work([layout(model)]).activation_bytes[0] for model in (small, one_expert))
+    copies = 2 * 2 * small.hidden * small.experts_per_token * small.layers * 8192
+    assert experts - dense == pytest.approx(copies)
+
+
+def test_parameters_within_a_domain_are_sent_beside_the_computation() -> None:
+    inside, outside = (seconds(layout(num_devices=n, zero=3, dp_shard=n, micro_batch=8)) for n in (8, 64))
+    sent = count_work([layout(num_devices=8, zero=3, dp_shard=8, micro_batch=8)]).fsdp_s[0] * 8
+    assert 0 < inside.sharding[0] < sent / 10
+    assert outside.sharding[0] > sent / 10
+
+
+def test_older_kernels_of_attention_are_slower_on_newer_devices_alone() -> None:
+    for device, times in (("h100", 2), ("b200", 2), ("a100-80", 1), ("l40s", 1)):
+        new, old = (seconds(layout(device=device, flash_attention_2=older)) for older in (False, True))
+        assert old.attention[0] == pytest.approx(times * new.attention[0])
+        assert old.matmul[0] == new.matmul[0]
+    row = {"model": "llama-3-8b", "gpu_type": "H100", "gpus": "8", "notes": "FSDP2; FlashAttention-2 or older"}
+    assert read_layout(row).flash_attention_2
+    assert not read_layout({**row, "notes": "compile"}).flash_attention_2
+
+
+def test_a_device_without_published_runs_has_the_efficiency_of_its_architecture() -> None:
+    constants = replace(PLAIN, efficiency={"hopper/16-bit": 0.7, "h100/16-bit": 0.75})
+    jobs = [layout(device=name) for name in ("h100", "h200", "b200", "l40s")]
+    assert list(efficiencies(jobs, constants)) == [0.75, 0.7, 0.5, 0.5]
+    ranked = fitted_constants().efficiency
+    assert {
+        "ampere/16-bit",
+        "hopper/16-bit",
+        "hopper/fp8",
+        "blackwell/16-bit",
+        "blackwell/fp8",
+        "blackwell/fp4",
+    } <= set(ranked)
+    assert not [key for key in ranked if key.startswith("/")]
 
 
 def test_gradients_are_reduced_once_in_a_step() -> None:
@@ -262,6 +323,7 @@ def test_every_constant_counts() -> None:
         layout(tp=8, pp=4, cp=2, zero=3, dp_shard=2, num_devices=512),
         layout(DEEPSEEK, ep=32, num_devices=512, precision="fp8"),
         layout(PRESETS["gpt2-124m"], device="l40s"),
+        layout(flash_attention_2=True),
     ]
     now = fitted_constants()
     for item in fields(Constants):

@@ -34,6 +34,7 @@ class Device:
         network_bytes_per_s: Bandwidth to devices outside of the domain, in one direction.
         source: Where the figures are from.
         efficiency: Share of the peak that large matrix products were measured to reach; None: as was fitted to published runs.
+        architecture: Of its matrix units, which it has in common with other devices; empty if that is not known.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     network_bytes_per_s: float
     source: str
     efficiency: float | None = None
+    architecture: str = ""
 
     def peak_flops(self, precision: Precision) -> float | None:
         """Peak of ``precision`` in FLOP/s; None if the device has none."""
@@ -71,9 +73,16 @@ def _device(
         domain=domain,
         network_bytes_per_s=network_gbit_per_s / 8 * _GB,
         source=source,
+        architecture=next((arch for arch, names in _ARCHITECTURES.items() if name in names), ""),
     )
 
 
+# of devices for training; those for graphics have other matrix units under the same names
+_ARCHITECTURES: Final = {
+    "ampere": ("a100-40", "a100-80"),
+    "hopper": ("h100", "h100-pcie", "h100-hbm2e", "h200", "gh200", "h800"),
+    "blackwell": ("b200", "gb200", "b300", "gb300"),
+}
 _ALL: Final = (
     _device("v100", 32, 0.9, 150, 8, 100, "NVIDIA V100 data sheet; DGX-2", fp16=125),
     _device("a100-40", 40, 1.555, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),

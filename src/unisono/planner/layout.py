@@ -58,6 +58,8 @@ class Layout:
             is full recompute of some blocks of each stage; the others keep all (Megatron-LM's ``--recompute-method block``).
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         compiled: Whether the model is compiled, which needs less memory.
+        fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
+        flash_attention_2: Whether attention is FlashAttention-2 or older, without matrix instructions of devices after A100.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
@@ -79,6 +81,8 @@ class Layout:
     recompute: Recompute = "none"
     recomputed_blocks: tuple[int, ...] = ()
     compiled: bool = False
+    fused_loss: bool = False
+    flash_attention_2: bool = False
     states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:

@@ -112,6 +112,32 @@ class ModelShape:
         """Multiplications of one query with one key, and of its weight with the value, over all heads: half of their sum."""
         return self.heads * (self.head_dim + (self.rope_dim / 2 if self.kv_rank else 0))
 
+    @property
+    def block_activation_bytes(self) -> float:
+        """Bytes of one token that a block keeps for its backward pass in 16 bits: the mean over the blocks.
+
+        Attention keeps no scores, only the logarithm of their sum in 32 bits.
+
+        Source:
+            Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1; Dao et al. 2022 (arXiv 2205.14135).
+        """
+        # inputs of both norms, outputs of both, queries, keys, values and weighted values
+        attention = 2 * (4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)) + 4 * self.heads
+        # of each matrix: gate, up, their activation and their product; or up and its activation
+        per_unit = 2 * (4 if self.gated else 2)
+        # the copies of a token that go to experts and come back
+        copies = 2 * 2 * self.hidden * self.experts_per_token * self.expert_layers / self.layers
+        return attention + per_unit * self.units_per_token + copies
+
+    @property
+    def units_per_token(self) -> float:
+        """Hidden units that one token passes in a block: the mean over the blocks."""
+        if not self.experts:
+            return self.ffn
+        of_experts = self.experts_per_token * self.ffn + self.shared_ffn
+        dense_layers = self.layers - self.expert_layers
+        return (dense_layers * (self.dense_ffn or self.ffn) + self.expert_layers * of_experts) / self.layers
+
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token, with attention over the whole square as published figures count it.
 

@@ -55,7 +55,7 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     ),
     "activations": Source(kind="modelled", text="what a block keeps (arXiv 2205.05198) for each micro-batch in flight"),
     "recomputed": Source(kind="modelled", text="what one block keeps while its backward pass runs"),
-    "logits": Source(kind="modelled", text="12 bytes for each logit of a micro-batch"),
+    "logits": Source(kind="modelled", text="12 bytes for each logit of a micro-batch, 4 with a fused loss"),
     "allocator": Source(
         kind="fitted",
         text="reserved over counted bytes, medians of published runs (benchmarks/planner/published_memory.py)",

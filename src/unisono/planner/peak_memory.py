@@ -27,6 +27,7 @@ _HELD_16, _SHARED_16 = (8, 4, 2, 0), (0, 4, 6, 8)  # all of it in 16 bits
 # blocks whose parameters (this one's, the next one's) and gradients (this one's) are there in 16 bits while they are used
 _GATHERED_BLOCKS: Final = (0, 0, 1, 3)
 _LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
+_FUSED_LOGIT: Final = 4  # in 16 bits, and its gradient
 _LOG_SUM: Final = 4  # bytes of the logarithm that attention keeps for each head and token
 # reserved over counted: medians of torchtitan's published runs on H100 (benchmarks/planner/published_memory.py)
 EAGER_FACTOR: Final = 1.12
@@ -205,13 +206,17 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
         lambda it: it.states_in_16_bits,
     )
     # of a sequence on a rank, with sequence parallelism beside tensor parallelism
-    (tokens,) = columns(layouts, lambda it: it.micro_batch * it.seq_len / it.cp / it.tp)
+    tokens, logit = columns(
+        layouts,
+        lambda it: it.micro_batch * it.seq_len / it.cp / it.tp,
+        lambda it: _FUSED_LOGIT if it.fused_loss else _LOGIT,
+    )
     kept, least, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 3).T
     layers, vocab, hidden, dense_params, expert_params, tied = (
         each[which] for each in (layers, vocab, hidden, dense_params, expert_params, tied)
     )
     tp, pp, ep, zero, ranks, in_16_bits = (each[which] for each in (tp, pp, ep, zero, ranks, in_16_bits))
-    tokens, kept, least, block = (each[which] for each in (tokens, kept, least, block))
+    tokens, logit, kept, least, block = (each[which] for each in (tokens, logit, kept, least, block))
     is_last = rank == pp - 1
     # embedding and output matrix; a tied one is on both ends of a pipeline
     matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
@@ -229,7 +234,7 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
             gathered,
             kept * tokens * (blocks - again) * in_flight + least * tokens * again * in_flight,
             (block - np.where(again > 0, least, kept)) * tokens,
-            _LOGIT * vocab * tokens * is_last,
+            logit * vocab * tokens * is_last,
         ]
     )
 
@@ -245,24 +250,11 @@ def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: b
     """Bytes of a token, means over the blocks: those that a block keeps for its backward pass, those that one which is recomputed
     in full keeps, and those that a block has while that pass runs."""
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    matrices = 3 if model.gated else 2
-    # inputs of both norms, outputs of both, queries, keys, values and weighted values
-    attention = _BYTES * (4 * hidden + 2 * query + 2 * key_value) + _LOG_SUM * model.heads
-    # of each matrix: gate, up, their activation and their product; or up and its activation
-    per_unit = _BYTES * (matrices - 1) * 2
-    units = model.ffn
-    if model.experts:
-        dense_layers = model.layers - model.expert_layers
-        of_experts = model.experts_per_token * model.ffn + model.shared_ffn
-        units = (dense_layers * (model.dense_ffn or model.ffn) + model.expert_layers * of_experts) / model.layers
-        # the copies of a token that go to experts and come back
-        attention += _BYTES * 2 * hidden * model.experts_per_token * model.expert_layers / model.layers
-    block = attention + per_unit * units
+    kept = block = model.block_activation_bytes
     if tp > 1:  # inputs and outputs of both layers are gathered while they are used
         block += 4 * _BYTES * hidden * (tp - 1)
     least = _BYTES * hidden  # its input
     if recompute == "selective" and is_fsdp:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
-        kept = _BYTES * (2 * hidden + 2 * query + key_value + units) + _LOG_SUM * model.heads
-        return kept, least, block
-    return attention + per_unit * units, least, block
+        kept = _BYTES * (2 * hidden + 2 * query + key_value + model.units_per_token) + _LOG_SUM * model.heads
+    return kept, least, block

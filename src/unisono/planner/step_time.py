@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from unisono.planner.layout import Layout, Numbers
-from unisono.planner.step_work import TP_PASSES, StepWork
+from unisono.planner.step_work import StepWork
 
 _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
 
@@ -31,18 +31,20 @@ class Constants:
         half_expert_tokens: The same for the tokens of one expert.
         half_expert_width: The same for the hidden units of an expert.
         attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
+        older_attention: The part of this speed that kernels of an older architecture reach.
         lm_head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
-        activation_passes: Passes over a layer's activations by operations that are bound by memory.
+        activation_passes: Passes over the activations that a block keeps, by operations that are bound by memory.
         tp_factor: What tensor-parallel communication adds to a step, over its bytes at the bandwidth of the data sheet.
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_factor: The same for experts.
         dp_factor: The same for the reduction of gradients.
-        fsdp_factor: The same for sharded parameters; where these take longer than the computation, the rest is added too.
+        fsdp_factor: The same for parameters that are shared over the network; within a domain of fast links they are sent beside
+            the computation. Where they take longer than it, the rest is added too.
         hop_s: Seconds from one rank of a ring to the next, without the bytes.
         stages_per_rank: Of a pipeline whose runs do not say it.
         straggler_growth: Part by which a step slows down with each doubling of the devices beyond 8.
-        efficiency: Share of the peak that large matrix products reach, by device and width.
-        other_efficiency: The same for a device that is not listed.
+        efficiency: Share of the peak that large matrix products reach, by device and width, and by architecture and width.
+        other_efficiency: The same where neither is listed.
         spread: Of dense models, from sources that no constant was fitted to: nine of ten step times lay between the prediction
             divided and multiplied by 1 + ``spread``.
         spread_experts: The same of models with experts.
@@ -53,6 +55,7 @@ class Constants:
     half_expert_tokens: float
     half_expert_width: float
     attention: float
+    older_attention: float
     lm_head: float
     activation_passes: float
     tp_factor: float
@@ -118,19 +121,24 @@ def fitted_constants() -> Constants:
 
 
 def efficiency_key(layout: Layout) -> str:
-    """The key of ``Constants.efficiency``."""
+    """The key of ``Constants.efficiency`` of a layout's device."""
+    return efficiency_keys(layout)[0]
+
+
+def efficiency_keys(layout: Layout) -> tuple[str, ...]:
+    """Keys of ``Constants.efficiency``, the first choice first: the device, and its architecture if it is known."""
     width = layout.precision if layout.precision in ("fp8", "fp4") else "16-bit"
-    return f"{layout.device.name}/{width}"
+    return tuple(f"{name}/{width}" for name in (layout.device.name, layout.device.architecture) if name)
 
 
 def efficiencies(layouts: Sequence[Layout], fitted: Constants) -> Numbers:
     """Share of the peak that large products reach [layouts]: measured on the layout's device, else ``Constants.efficiency``."""
-    return np.array(
-        [
-            layout.device.efficiency or fitted.efficiency.get(efficiency_key(layout), fitted.other_efficiency)
-            for layout in layouts
-        ]
-    )
+
+    def of(layout: Layout) -> float:
+        known = (fitted.efficiency[key] for key in efficiency_keys(layout) if key in fitted.efficiency)
+        return layout.device.efficiency or next(known, fitted.other_efficiency)
+
+    return np.array([of(layout) for layout in layouts])
 
 
 def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepParts:
@@ -142,21 +150,21 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     matmul = work.peak_flops * efficiency
     # products in fewer bits reach less of their peak than those in 16 bits on the same device
     matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
+    attention = fitted.attention * np.where(work.older_attention > 0, fitted.older_attention, 1)
     each = {  # of one micro-batch
         "matmul": work.matmul_flops / (matmul * at_tokens * at_width),
         "expert": work.expert_flops / (matmul * at_expert_tokens * at_expert_width),
-        "attention": work.attention_flops / (matmul_16 * fitted.attention),
+        "attention": work.attention_flops / (matmul_16 * attention),
         "lm_head": work.lm_head_flops / (matmul_16 * fitted.lm_head * at_tokens),
         "memory_bound": fitted.activation_passes * work.activation_bytes / work.memory_bytes_per_s,
-        "tensor_parallel": fitted.tp_factor * work.tp_s
-        + fitted.tp_latency_s * TP_PASSES * work.layers * (work.tp_s > 0),
+        "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,
         "expert_parallel": fitted.ep_factor * work.ep_s,
     }
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
     sharding = work.fsdp_s + fitted.hop_s * work.fsdp_hops
-    each["sharding"] = fitted.fsdp_factor * sharding + _exposed(device, sharding)
+    each["sharding"] = fitted.fsdp_factor * work.fsdp_network * sharding + _exposed(device, sharding)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
     chunks = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)

@@ -11,10 +11,15 @@ import numpy as np
 from unisono.planner.layout import Layout, Numbers, columns, model_columns
 from unisono.planner.stage_blocks import blocks_per_rank
 
+_AFTER_AMPERE: Final = (
+    "hopper",
+    "blackwell",
+)  # FlashAttention-2 has the instructions of Ampere (arXiv 2407.08608, section 1)
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks
-TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
+_TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
+_TP_FORWARD, _EP_FORWARD, _CP_FORWARD = 4, 2, 2  # those of the forward pass, which full recompute repeats
 # of a parameter: ranks that share optimizer states (ZeRO 1) reduce its gradient in 32 bits and gather it in 16, once in a step;
 # those that share gradients (ZeRO 2) only gather it then; replicas sum its gradient in 32 bits, which is sent twice
 _ONCE_BYTES: Final = (0, 6, 2, 0)
@@ -27,8 +32,8 @@ _SHARED_PASSES: Final = (0, 0, 1, 3)
 class StepWork:
     """Counts for many layouts, one element for each.
 
-    FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and backward. FLOPs and ``activation_bytes`` of
-    blocks have what full recompute adds; collectives have not. Seconds are those of all bytes at the bandwidth of the data sheet.
+    FLOPs, bytes and seconds are those of one rank and one micro-batch, forward and backward. Those of blocks have
+    what full recompute adds, and so have their collectives. Seconds are those of all bytes at the bandwidth of the data sheet.
 
     Attributes:
         tokens: Tokens of a micro-batch on a rank.
@@ -40,15 +45,18 @@ class StepWork:
         expert_tokens: Tokens of an expert.
         expert_width: Hidden units of an expert.
         attention_flops: Scores and weighted values, of causal attention.
+        older_attention: 1 where its kernels are those of an older architecture than the device's, else 0.
         lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
         most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
         last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
-        activation_bytes: Activations between the blocks.
+        activation_bytes: Activations that blocks keep.
         tp_s: Collectives of tensor parallelism.
+        tp_collectives: Their number.
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
         fsdp_s: Gathering and reducing parameters and gradients that ranks share, with each micro-batch.
         fsdp_hops: Steps of the rings that do it, from one rank to the next.
+        fsdp_network: Whether these ranks are in several domains.
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
         gradient_hops: Steps of the rings that do it.
         num_micro_batches: Micro-batches of a rank in a step.
@@ -69,15 +77,18 @@ class StepWork:
     expert_tokens: Numbers
     expert_width: Numbers
     attention_flops: Numbers
+    older_attention: Numbers
     lm_head_flops: Numbers
     most_blocks: Numbers
     last_blocks: Numbers
     activation_bytes: Numbers
     tp_s: Numbers
+    tp_collectives: Numbers
     ep_s: Numbers
     cp_s: Numbers
     fsdp_s: Numbers
     fsdp_hops: Numbers
+    fsdp_network: Numbers
     gradient_hops: Numbers
     gradient_s: Numbers
     num_micro_batches: Numbers
@@ -92,8 +103,13 @@ class StepWork:
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
     """The work of each of ``layouts``."""
-    layers, hidden, vocab, score_dims = model_columns(
-        layouts, lambda it: it.layers, lambda it: it.hidden, lambda it: it.vocab, lambda it: it.score_dims
+    layers, hidden, vocab, score_dims, kept = model_columns(
+        layouts,
+        lambda it: it.layers,
+        lambda it: it.hidden,
+        lambda it: it.vocab,
+        lambda it: it.score_dims,
+        lambda it: it.block_activation_bytes,
     )
     (kv_dims,) = columns(
         layouts,
@@ -126,7 +142,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.device.domain,
         lambda it: it.device.memory_bytes_per_s,
     )
-    micro, sequences, seq_len, devices, per_rank, recomputes = columns(
+    micro, sequences, seq_len, devices, per_rank, recomputes, older_attention = columns(
         layouts,
         lambda it: it.num_micro_batches,
         lambda it: it.micro_batch,
@@ -134,6 +150,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.num_devices,
         lambda it: it.stages_per_rank,
         lambda it: it.recompute == "full",
+        lambda it: it.flash_attention_2 and it.device.architecture in _AFTER_AMPERE,
     )
     peak, peak_16 = columns(
         layouts,
@@ -144,6 +161,11 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     part = tokens / (tp * pp)  # of the work of all blocks
     recomputed = 1 + recomputes / 3  # one more forward pass, which is a third of both passes
     block_bytes = _BYTES * hidden * tokens
+    # activations in collectives of a micro-batch
+    tp_passes, ep_passes, cp_passes = (
+        every + forward * recomputes
+        for every, forward in ((_TP_PASSES, _TP_FORWARD), (_EP_PASSES, _EP_FORWARD), (_CP_PASSES, _CP_FORWARD))
+    )
     beyond = np.maximum(0, 1 - domain / (ep * tp))  # of the tokens that leave the domain of fast links
     routed = expert_layers / pp * active * block_bytes / tp
     params_per_rank = (all_params - expert_layers * experts * expert) / (tp * pp) + expert_layers * experts * expert / (
@@ -166,13 +188,15 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         expert_tokens=np.maximum(1, tokens * active * ep / experts),
         expert_width=units,
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
+        older_attention=older_attention,
         lm_head_flops=6 * vocab * hidden * part,
         most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
         last_blocks=np.array([blocks[-1] for blocks in cuts]),
-        activation_bytes=layers / pp * block_bytes / tp * recomputed,
-        tp_s=TP_PASSES * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
-        ep_s=_EP_PASSES * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
-        cp_s=_CP_PASSES
+        activation_bytes=layers / pp * kept * tokens / tp * recomputed,
+        tp_s=tp_passes * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
+        tp_collectives=tp_passes * layers / pp * (tp > 1),
+        ep_s=ep_passes * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
+        cp_s=cp_passes
         * layers
         / pp
         * _BYTES
@@ -183,6 +207,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         fsdp_s=passes * _BYTES * params_per_rank / bandwidth(shared),
         # a ring for each block, and one for what lies outside of them
         fsdp_hops=passes * (layers / pp + 1) * (shared - 1),
+        fsdp_network=(shared * tp > domain).astype(float),
         gradient_s=once * params_per_rank / bandwidth(shared)
         + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
         gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
