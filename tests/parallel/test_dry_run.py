@@ -36,6 +36,12 @@ def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Cas
     compare(pool, tmp_path, case.model, {**matrix.settings_of(case), "steps": EXECUTED_STEPS}, case.ranks)
 
 
+def test_a_stage_is_traced_alone_as_behind_the_others(tmp_path: Path) -> None:
+    settings = {"layers": 2, "pp": 2, "global_batch": 6, "micro_batch": 3, "schedule": "gpipe"}
+    run = trainer_of(str(tmp_path), World(JobSpec(world_size=2)), "gpt", settings)
+    assert run.dry_run(2, [1]) == run.dry_run(2)[1:]
+
+
 def test_a_rank_of_a_job_simulates_no_other() -> None:
     with (
         simulated_world(1, 4),
