@@ -13,6 +13,7 @@ import matrix
 import pytest
 import tiny
 import torch
+import value_model
 from pool import Pool
 from torch import nn
 
@@ -20,7 +21,7 @@ from unisono.data.loading.loader import to_device
 from unisono.dist import JobSpec, World
 from unisono.measure.live_storages import LiveStorages, Peak
 from unisono.models.moe import Router
-from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds, plan_of_ranks, ranks_to_trace
+from unisono.train.dry_run import STEPS, RankMemory, begin_step, phases_as_kinds, plan_of_ranks, ranks_to_trace
 from unisono.train.trainer import Trainer
 
 EXECUTED_STEPS = 8
@@ -30,7 +31,7 @@ EXECUTIONS = 4  # where the lowest peak is still above the trace: on a busy host
 
 def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) -> Trainer:
     layers, settings = settings["layers"], {name: value for name, value in settings.items() if name != "layers"}
-    network, data, objective = matrix.MODELS[model](layers)
+    network, data, objective = (value_model.build if model == "choosing" else matrix.MODELS[model])(layers)
     return tiny.trainer(folder, world=world, network=network, data=data, objective=objective, **settings)
 
 
@@ -102,8 +103,8 @@ def route_equally(model: nn.Module) -> None:
 
 def compare(
     pool: Pool, folder: Path, model: str, settings: dict[str, Any], num_ranks: int, *, once_a_stage: bool = False
-) -> None:
-    """Hold the traced memory of ranks to what executed ranks hold.
+) -> list[RankMemory]:
+    """The traced memory of ranks, once it is held to what executed ranks hold.
 
     Args:
         once_a_stage: Of the last pipeline stage the last rank alone, which has the fewest rows of parameters that ranks do not
@@ -124,3 +125,4 @@ def compare(
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
         )
+    return ranks

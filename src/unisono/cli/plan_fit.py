@@ -206,7 +206,8 @@ def _line(rung: Rung, ladder: Ladder) -> str:
     place = f"{_gib(peak.bytes)} GiB on rank {rung.largest.rank}, in {peak.operator} ({peak.kind})"
     configured = ladder.rungs[0].flops
     computed = f"; {rung.flops / configured:.3g} x the FLOPs" if rung.flops != configured and configured else ""
-    return f"  {rung.measure}: {place}{computed}; {less}"
+    measured = "; measured in a real step, of lower confidence" if rung.largest.needs_values else ""
+    return f"  {rung.measure}: {place}{computed}{measured}; {less}"
 
 
 def _verdict(
@@ -285,5 +286,7 @@ def _as_json(rung: Rung) -> dict[str, Any]:
             "peak_operator": peak.operator,
             "peak_phase": peak.kind,
             "peak_bytes_by_kind": peak.by_kind,
+            "confidence": rung.largest.confidence,
+            "needs_values": rung.largest.needs_values or None,
         }
     return found
