@@ -92,14 +92,15 @@ def config():
 
 def test_code_that_reads_values_makes_a_real_step(desk: Desk) -> None:
     own_objective(desk, "losses = losses if losses.item() > 0 else -losses")
-    outcome = traced(desk, "own.py", "--trust-python")
+    small = ("model.num_layers=1", "plan.precision=fp32", "plan.global_batch=2")
+    outcome = traced(desk, "own.py", "--trust-python", settings=small)
     assert "a real step on cpu, as aten._local_scalar_dense.default needs values" in outcome.out
     assert "of lower confidence than a trace" in outcome.out
-    (rank,) = json.loads(traced(desk, "own.py", "--trust-python", "--json").out)["ranks"]
+    (rank,) = json.loads(traced(desk, "own.py", "--trust-python", "--json", settings=small).out)["ranks"]
     assert (rank["confidence"], rank["needs_values"]) == ("measured", "aten._local_scalar_dense.default")
     # the objective is as large with the same course, and without a question
     own_objective(desk, "losses = -losses")
-    (same,) = json.loads(traced(desk, "own.py", "--trust-python", "--json").out)["ranks"]
+    (same,) = json.loads(traced(desk, "own.py", "--trust-python", "--json", settings=small).out)["ranks"]
     assert (same["confidence"], same["needs_values"]) == ("exact", None)
     assert rank["peak_bytes"] == pytest.approx(same["peak_bytes"], rel=1e-3)
     assert rank["flops"] == same["flops"]
