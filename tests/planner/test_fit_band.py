@@ -24,7 +24,8 @@ BAND = 0.005
 DROPLESS_BAND = 0.1  # mixtures of experts in which no token is dropped: predicted are equal shares
 MODELS = ("gpt", "gpt-moe", "gpt-moe-capped", "bert", "resnet")
 ATTEMPTS = 4  # on several ranks, where Gloo's threads may hold a tensor for longer than the step needs it
-DRAWS = 15
+DRAWS = 12
+SHORT_OF_MEMORY = 0.9  # of what the configured plan needs, in a fourth of the draws: each rung is traced
 
 
 def drawn(number: int) -> tuple[str, int, dict[str, Any], float]:
@@ -38,7 +39,7 @@ def drawn(number: int) -> tuple[str, int, dict[str, Any], float]:
     chosen = rng.choice(axes)
     micro_batch, accumulation = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3])
     settings = {
-        "layers": rng.choice([2, 3]) if model != "resnet" else 2,
+        "layers": 2,
         "micro_batch": micro_batch,
         "global_batch": micro_batch * accumulation * (1 if "tp" in chosen else ranks),
         "recompute": rng.choice(["none", "selective", "full"]),
@@ -46,11 +47,11 @@ def drawn(number: int) -> tuple[str, int, dict[str, Any], float]:
         "steps": EXECUTED_STEPS,
         **chosen,
     }
-    return model, ranks, settings, rng.choice([1.0, 0.9, 0.75])
+    return model, ranks, settings, SHORT_OF_MEMORY if number % 4 == 3 else 1.0
 
 
-def fitting(folder: Path, model: str, ranks: int, settings: dict[str, Any], memory_frac: float) -> Rung | None:
-    """What ``plan fit`` finds for the part ``memory_frac`` of the memory that the configured plan needs."""
+def fitting(folder: Path, model: str, ranks: int, settings: dict[str, Any], memory_frac: float) -> Rung:
+    """What ``plan fit`` finds for the part ``memory_frac`` of what the configured plan needs; that plan where nothing fits."""
     common = {name: value for name, value in settings.items() if name in ("layers", "steps")}
     of_plan = {name: value for name, value in settings.items() if name not in common}
 
@@ -59,10 +60,10 @@ def fitting(folder: Path, model: str, ranks: int, settings: dict[str, Any], memo
         return resolve_plan(options, JobSpec(world_size=num_ranks))[1], run.dry_run(num_ranks, wanted)
 
     options = PlanOptions(device="cpu", **of_plan)
-    _, configured = trace(options, ranks, ())
-    budget_bytes = int(memory_frac * max(rank.peak.bytes for rank in configured))
+    configured = trace(options, ranks, ())
+    budget_bytes = int(memory_frac * max(rank.peak.bytes for rank in configured[1]))
     ladder = Ladder(
-        trace=trace,
+        trace=lambda tried, num_ranks, wanted: configured if tried == options else trace(tried, num_ranks, wanted),
         options=options,
         num_ranks=ranks,
         budget_bytes=budget_bytes,
@@ -71,7 +72,7 @@ def fitting(folder: Path, model: str, ranks: int, settings: dict[str, Any], memo
     )
     found = ladder.climb()
     assert found is None or found.fits(budget_bytes)
-    return found
+    return found or ladder.rungs[0]
 
 
 @pytest.mark.full
@@ -79,9 +80,6 @@ def fitting(folder: Path, model: str, ranks: int, settings: dict[str, Any], memo
 def test_no_plan_that_is_predicted_to_fit_exceeds_its_band(pool: Pool, tmp_path: Path, number: int) -> None:
     model, ranks, settings, memory_frac = drawn(number)
     rung = fitting(tmp_path, model, ranks, settings, memory_frac)
-    if rung is None or rung.largest is None:
-        rung = fitting(tmp_path, model, ranks, settings, 1.0)  # as configured
-    assert rung is not None
     assert rung.largest is not None
     predicted, settings = rung.largest.peak, {**settings, **rung.settings}
     band = DROPLESS_BAND if model == "gpt-moe" else BAND
@@ -109,4 +107,4 @@ def test_draws_have_each_value_of_each_setting() -> None:
     assert {each.get("zero") for each in settings} == {None, 1, 2, 3}
     assert any("tp" in each for each in settings)
     assert {each["global_batch"] // each["micro_batch"] for each in settings} >= {1, 2, 3}
-    assert len({frac for *_, frac in draws}) == 3
+    assert len({frac for *_, frac in draws}) == 2
