@@ -72,20 +72,49 @@ def test_ranks_without_a_dry_run_are_refused(desk: Desk) -> None:
     assert "without --dry-run" in desk.here("train", "--processes=2").err
 
 
-def test_code_that_reads_values_is_refused(desk: Desk) -> None:
+def own_objective(desk: Desk, course: str) -> None:
+    """Write own.py, whose objective reads the sum of the losses."""
     Path(desk.folder / "own.py").write_text(
-        """
+        f"""
 import torch
 from unisono.train.config import Components, RunConfig
 
 def objective(outputs, batch):
     losses = outputs[0].float().sum()
-    return (losses if losses.item() > 0 else -losses), torch.tensor(1.0)
+    {course}
+    return losses, torch.tensor(1.0)
 
 def config():
     return RunConfig(components=Components(objective=objective))
 """
     )
-    shown = desk.here("train", "own.py", "--trust-python", "--dry-run")
-    assert shown.code == 2
+
+
+def test_code_that_reads_values_makes_a_real_step(desk: Desk) -> None:
+    own_objective(desk, "losses = losses if losses.item() > 0 else -losses")
+    small = ("model.num_layers=1", "plan.precision=fp32", "plan.global_batch=2")
+    outcome = traced(desk, "own.py", "--trust-python", settings=small)
+    assert "a real step on cpu, as aten._local_scalar_dense.default needs values" in outcome.out
+    assert "of lower confidence than a trace" in outcome.out
+    (rank,) = json.loads(traced(desk, "own.py", "--trust-python", "--json", settings=small).out)["ranks"]
+    assert (rank["confidence"], rank["needs_values"]) == ("measured", "aten._local_scalar_dense.default")
+    # the objective is as large with the same course, and without a question
+    own_objective(desk, "losses = -losses")
+    (same,) = json.loads(traced(desk, "own.py", "--trust-python", "--json", settings=small).out)["ranks"]
+    assert (same["confidence"], same["needs_values"]) == ("exact", None)
+    assert rank["peak_bytes"] == pytest.approx(same["peak_bytes"], rel=1e-3)
+    assert rank["flops"] == same["flops"]
+
+
+def test_a_real_step_that_does_not_fit_is_refused(desk: Desk) -> None:
+    own_objective(desk, "losses = losses if losses.item() > 0 else -losses")
+    settings = ("model.dim=65536", "model.num_layers=16")  # 13 TB
+    shown = traced(desk, "own.py", "--trust-python", settings=settings, code=2)
+    assert "parameters, gradients and optimizer state take" in shown.err
     assert "must not depend on the value of a tensor" in shown.err
+
+
+def test_a_real_step_that_fails_says_why(desk: Desk) -> None:
+    own_objective(desk, "assert losses.item() is None, 'own mistake'")
+    shown = traced(desk, "own.py", "--trust-python", code=2)
+    assert "whose step with values fails: AssertionError: own mistake" in shown.err

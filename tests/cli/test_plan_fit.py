@@ -130,3 +130,27 @@ def test_what_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> N
     outcome = desk.here("plan", "fit", *arguments)
     assert outcome.code == 2
     assert said in outcome.err
+
+
+@pytest.mark.full
+def test_rungs_of_code_that_reads_values_are_measured_in_real_steps(desk: Desk) -> None:
+    (desk.folder / "own.py").write_text(
+        """
+import torch
+from unisono.train.config import Components, RunConfig
+
+def objective(outputs, batch):
+    losses = outputs[0].float().sum()
+    return (losses if losses.item() > 0 else -losses), torch.tensor(1.0)
+
+def config():
+    return RunConfig(components=Components(objective=objective))
+"""
+    )
+    settings = ("model.num_layers=1", "data.seq_len=16", "plan.global_batch=2", "plan.micro_batch=1")
+    (rung,) = fit(desk, "own.py", "--trust-python", settings=settings)["rungs"]
+    assert (rung["confidence"], rung["needs_values"]) == ("measured", "aten._local_scalar_dense.default")
+    shown = desk.here(
+        "plan", "fit", "own.py", "--trust-python", *(f"--set={setting}" for setting in (*SMALL, *settings))
+    )
+    assert "measured in a real step, of lower confidence" in shown.out

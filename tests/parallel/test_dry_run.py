@@ -36,6 +36,25 @@ def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Cas
     compare(pool, tmp_path, case.model, {**matrix.settings_of(case), "steps": EXECUTED_STEPS}, case.ranks)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [(1, {"recompute": "full"}), (2, {}), pytest.param(2, {"dp_shard": 2, "zero": 3}, marks=pytest.mark.full)],
+)
+def test_a_model_that_reads_values_is_measured_as_it_is_executed(
+    pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any]
+) -> None:
+    settings = {"layers": 2, "global_batch": 12, "micro_batch": 3, "steps": EXECUTED_STEPS, **plan}
+    measured = compare(pool, tmp_path, "choosing", settings, ranks)
+    assert {rank.confidence for rank in measured} == {"measured"}
+    assert {rank.needs_values for rank in measured} == {"aten.nonzero.default"}
+
+
+def test_a_stage_is_traced_alone_as_behind_the_others(tmp_path: Path) -> None:
+    settings = {"layers": 2, "pp": 2, "global_batch": 6, "micro_batch": 3, "schedule": "gpipe"}
+    run = trainer_of(str(tmp_path), World(JobSpec(world_size=2)), "gpt", settings)
+    assert run.dry_run(2, [1]) == run.dry_run(2)[1:]
+
+
 def test_a_rank_of_a_job_simulates_no_other() -> None:
     with (
         simulated_world(1, 4),

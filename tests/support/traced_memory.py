@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import matrix
 import pytest
 import tiny
 import torch
+import value_model
 from pool import Pool
 from torch import nn
 
@@ -19,24 +21,35 @@ from unisono.data.loading.loader import to_device
 from unisono.dist import JobSpec, World
 from unisono.measure.live_storages import LiveStorages, Peak
 from unisono.models.moe import Router
-from unisono.train.dry_run import STEPS, begin_step, phases_as_kinds
+from unisono.train.dry_run import STEPS, RankMemory, begin_step, phases_as_kinds, plan_of_ranks, ranks_to_trace
 from unisono.train.trainer import Trainer
 
 EXECUTED_STEPS = 8
+MOST_ABOVE = 1.005  # of the traced bytes
 EXECUTIONS = 4  # where the lowest peak is still above the trace: on a busy host a step without a late thread is rare
 
 
 def trainer_of(folder: str, world: Any, model: str, settings: dict[str, Any]) -> Trainer:
     layers, settings = settings["layers"], {name: value for name, value in settings.items() if name != "layers"}
-    network, data, objective = matrix.MODELS[model](layers)
+    network, data, objective = (value_model.build if model == "choosing" else matrix.MODELS[model])(layers)
     return tiny.trainer(folder, world=world, network=network, data=data, objective=objective, **settings)
 
 
-def executed(world: World, model: str, settings: dict[str, Any], *, routes_equally: bool = True) -> dict[str, int]:
+def executed(
+    world: World,
+    model: str,
+    settings: dict[str, Any],
+    *,
+    routes_equally: bool = True,
+    traced_bytes: Mapping[int, int] | None = None,
+) -> dict[str, int]:
     """Bytes by kind at this rank's peak in a step that is really made.
 
     With real routing, which differs from step to step, the highest peak of several steps. Else the lowest: Gloo's threads let go
     of tensors at some moment after a collective has returned, so that a peak varies from step to step, upwards.
+
+    Args:
+        traced_bytes: Bytes of ranks without the buffers of collectives; no further step is made once none of these holds more.
     """
     live = LiveStorages()
     live.kind = "buffers"
@@ -57,6 +70,12 @@ def executed(world: World, model: str, settings: dict[str, Any], *, routes_equal
                     runner.train_step.run(batch)
                     del batch
                     peaks.append(live.peak)
+                    if traced_bytes is None or len(peaks) < STEPS:
+                        continue
+                    lowest = min(without_buffers(peak.by_kind) for peak in peaks[STEPS - 1 :])
+                    is_above = lowest > MOST_ABOVE * traced_bytes.get(world.rank, lowest)
+                    if not any(other_thread.submit(world.all_gather_json, is_above).result()):
+                        break
             chosen = min if routes_equally else max
             by_kind = chosen(peaks[STEPS - 1 :], key=lambda peak: peak.bytes).by_kind
             world.barrier()
@@ -82,18 +101,28 @@ def route_equally(model: nn.Module) -> None:
             module.register_forward_hook(chosen)
 
 
-def compare(pool: Pool, folder: Path, model: str, settings: dict[str, Any], num_ranks: int) -> None:
-    """Hold the traced memory of the ranks of each pipeline stage, and of the last rank, to what executed ranks hold."""
+def compare(
+    pool: Pool, folder: Path, model: str, settings: dict[str, Any], num_ranks: int, *, once_a_stage: bool = False
+) -> list[RankMemory]:
+    """The traced memory of ranks, once it is held to what executed ranks hold.
+
+    Args:
+        once_a_stage: Of the last pipeline stage the last rank alone, which has the fewest rows of parameters that ranks do not
+            divide evenly; else also its first rank.
+    """
     run = trainer_of(str(folder), World(JobSpec(world_size=num_ranks)), model, settings)
-    ranks = [*run.dry_run(num_ranks), *run.dry_run(num_ranks, [num_ranks - 1])]
+    first_ranks = ranks_to_trace(plan_of_ranks(run._given_plan, num_ranks, ()))
+    ranks = run.dry_run(num_ranks, sorted({*(first_ranks[:-1] if once_a_stage else first_ranks), num_ranks - 1}))
+    traced_bytes = {rank.rank: without_buffers(rank.peak.by_kind) for rank in ranks}
     real: list[dict[str, int]] = []
     for _ in range(EXECUTIONS):
-        more = pool.run(executed, model, settings, ranks=num_ranks, timeout_s=240)
+        more = pool.run(executed, model, settings, traced_bytes=traced_bytes, ranks=num_ranks, timeout_s=240)
         real = [min(each, key=without_buffers) for each in zip(real or more, more, strict=True)]
-        if not any(without_buffers(real[rank.rank]) > 1.005 * without_buffers(rank.peak.by_kind) for rank in ranks):
+        if not any(without_buffers(real[rank]) > MOST_ABOVE * size for rank, size in traced_bytes.items()):
             break
     for rank in ranks:
         by_kind = real[rank.rank]
         assert without_buffers(rank.peak.by_kind) == pytest.approx(without_buffers(by_kind), rel=0.005), (
             f"rank {rank.rank}: {rank.peak.by_kind} against {by_kind}"
         )
+    return ranks

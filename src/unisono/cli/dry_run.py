@@ -56,6 +56,8 @@ def _as_json(plan: Plan, traced: Sequence[RankMemory], limit_bytes: int) -> dict
             "peak_bytes_by_kind": rank.peak.by_kind,
             "equal_blocks": rank.equal_blocks,
             "traced_blocks": rank.traced_blocks,
+            "confidence": rank.confidence,
+            "needs_values": rank.needs_values or None,
         }
         for rank in traced
     ]
@@ -64,7 +66,10 @@ def _as_json(plan: Plan, traced: Sequence[RankMemory], limit_bytes: int) -> dict
 
 def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: int) -> Iterator[str]:
     yield f"{plan.describe()}"
-    yield f"a step traced on {device} without values; nothing was trained. GiB of tensors:"
+    if needs_values := traced[0].needs_values:
+        yield f"a real step on {device}, as {needs_values} needs values; the trained model was a copy. GiB of tensors:"
+    else:
+        yield f"a step traced on {device} without values; nothing was trained. GiB of tensors:"
     yield ""
     staged = any(rank.stages for rank in traced)
     head = ["rank", *(["stages"] if staged else []), "parameters", "gradients", "optimizer", "peak", "peak at"]
@@ -92,6 +97,11 @@ def _lines(plan: Plan, traced: Sequence[RankMemory], device: str, limit_bytes: i
     yield f"rank {largest.rank} at its peak: {held}"
     if largest.traced_blocks:
         yield f"traced {largest.traced_blocks} of {largest.equal_blocks} equal blocks, from which the others follow"
+    if needs_values:
+        yield (
+            "of lower confidence than a trace: values of this rank stood for those of the others, and other samples may take "
+            "another course"
+        )
     most = max(traced, key=lambda rank: rank.flops)
     yield f"rank {most.rank} computes most: {most.flops / 1e12:.4g} TFLOP in a step, with what is computed again"
     yield f"memory here: {limit_bytes / GIB:.4g}; beside tensors, processes, kernels and communicators take some"

@@ -242,7 +242,9 @@ def _line(candidate: Candidate) -> str:
     parts = [f"{name} {seconds:.4g}" for name, seconds in timed.parts_s.items()]
     if candidate.learned.runs:
         parts.append(f"times {candidate.learned.factor:.3g} learned from {candidate.learned.runs} runs")
-    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {(candidate.peak_bytes or 0) / GIB:.4g} GiB"
+    measured = " measured in a real step" if candidate.confidence == "measured" else ""
+    peak_gib = (candidate.peak_bytes or 0) / GIB
+    return f"{what}: {candidate.step_s:.4g} s ({', '.join(parts)}), {peak_gib:.4g} GiB{measured}"
 
 
 def _verdict(

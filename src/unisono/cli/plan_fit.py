@@ -238,7 +238,8 @@ def _line(rung: Rung, ladder: Ladder, compute_s: float | None) -> str:
         from unisono.observe.run_summary import short_time
 
         computed += f"; {short_time(compute_s)} a step (modelled, compute only)"
-    return f"  {rung.measure}: {place}{computed}; {less}"
+    measured = "; measured in a real step, of lower confidence" if rung.largest.needs_values else ""
+    return f"  {rung.measure}: {place}{computed}{measured}; {less}"
 
 
 def _verdict(
@@ -318,5 +319,7 @@ def _as_json(rung: Rung, compute_s: float | None) -> dict[str, Any]:
             "peak_operator": peak.operator,
             "peak_phase": peak.kind,
             "peak_bytes_by_kind": peak.by_kind,
+            "confidence": rung.largest.confidence,
+            "needs_values": rung.largest.needs_values or None,
         }
     return found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -43,6 +43,7 @@ class Candidate:
         settings: Settings of the plan that differ from the configuration, by name.
         plan: The plan; None where the settings make no legal one.
         peak_bytes: Peak bytes of tensors of the rank that holds most; None where it was not traced.
+        confidence: Whether that is ``exact``, from a trace, or ``measured`` in a real step.
         timed: The predicted step; None where it was not timed.
         refused: Why it was not timed.
         learned: The correction of the prediction by earlier runs.
@@ -51,6 +52,7 @@ class Candidate:
     settings: Mapping[str, Any]
     plan: Plan | None = None
     peak_bytes: int | None = None
+    confidence: Literal["exact", "measured"] = "exact"
     timed: TimedPlan | None = None
     refused: str = ""
     learned: Learned = Learned()
@@ -178,10 +180,11 @@ class FastestPlanSearch:
             if (same := self._known(plan)) is not None:
                 return same
             _, ranks = self.trials.trace(options, self.num_ranks, ())
-            peak_bytes = max(rank.peak.bytes for rank in ranks)
+            largest = max(ranks, key=lambda rank: rank.peak.bytes)
+            peak_bytes = largest.peak.bytes
+            traced = Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, confidence=largest.confidence)
             if peak_bytes > self.memory_bytes:
-                refused = f"{(peak_bytes - self.memory_bytes) / 2**30:.4g} GiB too much"
-                return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, refused=refused)
+                return replace(traced, refused=f"{(peak_bytes - self.memory_bytes) / 2**30:.4g} GiB too much")
             timings = self.trials.time(options, self.num_ranks)
         except (PlanError, ConfigError) as error:
             if not settings:
@@ -193,7 +196,7 @@ class FastestPlanSearch:
             )
         # not within the try: links that were not measured are no reason to pass over a plan
         timed = predict_step(plan, timings, self.links)
-        return Candidate(settings=settings, plan=plan, peak_bytes=peak_bytes, timed=timed, learned=self.learned(plan))
+        return replace(traced, timed=timed, learned=self.learned(plan))
 
 
 def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
@@ -241,6 +244,7 @@ def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         {
             "settings": {f"plan.{name}": value for name, value in candidate.settings.items()},
             "peak_bytes": candidate.peak_bytes,
+            "peak_confidence": None if candidate.peak_bytes is None else candidate.confidence,
             "refused": candidate.refused or None,
             "step_s": None if (timed := candidate.timed) is None else candidate.step_s,
             "learned_factor": None if timed is None else candidate.learned.factor,

@@ -10,7 +10,7 @@ from unisono.planner.fastest import Candidate, changes_in_words
 
 # where the numbers of a candidate are from, some of them measured; those of a layout on a cluster: number_sources.LAYOUT_SOURCES
 CANDIDATE_SOURCES: Final[Mapping[str, str]] = {
-    "peak_bytes": "exact: tensors of a traced step",
+    "peak_bytes": "exact: tensors of a traced step; measured in a real step where peak_confidence says so",
     "work_s": "measured: steps of one rank of this run",
     "communication_s": "calibrated: counted bytes, at the speed that plan calibrate measured between ranks that compute",
     "bubble_s": "modelled: the order of passes, with their measured times",

@@ -3,28 +3,34 @@
 The run's own code is run, with fake tensors, in a world of which this process is the only rank. No number is derived a second
 time, so that a trace cannot drift from what a run does. What a trace does not see: memory that kernels and communicators take
 for themselves, what the allocator keeps, and all else that the process holds.
+
+Code whose course depends on the value of a tensor has no trace. Such a rank makes its steps with values, in the same world and
+under the same counter, where its parameters, gradients and optimizer state fit into the memory that is free.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # no public names; torch 2.13 tested
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    unset_fake_temporarily,
+    UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]  # neither
 
+from unisono.data.loading.loader import to_device
 from unisono.dist import JobSpec
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, UnisonoError
 from unisono.measure.live_storages import LiveStorages, Peak, Site
 from unisono.measure.operator_flops import OperatorFlops
 from unisono.models.traced_experts import GroupedProducts
@@ -42,10 +48,14 @@ from unisono.train.objectives import Batch
 from unisono.train.setup import resolve_plan
 from unisono.train.simulated_rank import assembled_rank
 from unisono.train.state import TrainState
-from unisono.train.whole_model import empty_copy
+from unisono.train.step_memory import check_real_step_fits
+from unisono.train.whole_model import empty_copy, full_copy
 
 # the first creates the optimizer's state, the second is like all others
 STEPS = 2
+
+_NEED_VALUES: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_NUMPY_REFUSED: Final = ".numpy() is not supported"  # how torch begins its RuntimeError for a tensor without values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +73,8 @@ class RankMemory:
             (``measure.operator_flops``).
         equal_blocks: Equal blocks of the model.
         traced_blocks: How many of them were traced; the memory of all follows from traces of fewer (``train.block_traces``).
+        needs_values: What in the step needs the values of tensors, such as ``aten.nonzero.default``, so that the step was made
+            with values instead; empty where it was traced.
     """
 
     rank: int
@@ -72,6 +84,12 @@ class RankMemory:
     flops: int
     equal_blocks: int = 0
     traced_blocks: int = 0
+    needs_values: str = ""
+
+    @property
+    def confidence(self) -> Literal["exact", "measured"]:
+        """``measured`` where the step was made with values: those of other ranks, and of later samples, may lead elsewhere."""
+        return "measured" if self.needs_values else "exact"
 
 
 def ranks_to_trace(plan: Plan) -> list[int]:
@@ -98,18 +116,29 @@ def trace_ranks(
         ranks: The ranks to trace.
 
     Raises:
-        ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, which a trace has not.
+        ConfigError: A rank is not in the job; or the model, the objective or the optimizer need values, and a step with values
+            is too large or fails.
         PlanError: The plan does not fit the ranks, the model or the batch.
     """
     plan = plan_of_ranks(options, world_size, ranks)
     plan = replace(plan, backend=replace(plan.backend, compile="off"))
     wanted = list(ranks) or ranks_to_trace(plan)
-    model = given.model if isinstance(given.model, nn.Module) else deferred_init(given.model).model
-    equal = find_equal_blocks(model, plan)
-    traced = {rank: memory for rank in wanted if equal and (memory := _extrapolate(given, plan, rank, model, equal))}
+    traced = dict[int, RankMemory]()
+    try:
+        if equal := find_equal_blocks(model := _model_without_values(given), plan):
+            found = {rank: _extrapolate(given, plan, rank, model, equal) for rank in wanted}
+            traced = {rank: memory for rank, memory in found.items() if memory is not None}
+    except RuntimeError as error:
+        if not _what_needs_values(error):
+            raise
     left = [rank for rank in wanted if rank not in traced]
     traced |= trace_places(given, plan, ranks_that_show(plan, left), {})
     return [traced[rank] for rank in wanted]
+
+
+def _model_without_values(given: RunInputs) -> nn.Module:
+    """The model, whose values are not needed."""
+    return given.model if isinstance(given.model, nn.Module) else deferred_init(given.model).model
 
 
 def _extrapolate(given: RunInputs, plan: Plan, rank: int, model: nn.Module, equal: EqualBlocks) -> RankMemory | None:
@@ -150,14 +179,47 @@ def plan_of_ranks(options: Plan | PlanOptions, world_size: int, ranks: Sequence[
 def trace_places(given: RunInputs, plan: Plan, ranks: Sequence[int], hidden: HiddenStates) -> dict[int, RankMemory]:
     """Trace ``ranks``; ``hidden`` gets the hidden states that their stages pass on. ``plan`` compiles nothing.
 
-    A stage is traced once the stage before it has shown what it passes on.
+    Where one of them needs values, all make their steps with values. Raises as ``trace_ranks``.
     """
+    try:
+        return _each_place(partial(_trace_rank, given, plan), ranks, hidden)
+    except RuntimeError as error:
+        refused, needs_values = error, _what_needs_values(error)
+        if not needs_values:
+            raise
+    check_real_step_fits(_model_without_values(given), given, plan, ranks, needs_values)
+    try:
+        measured = _each_place(partial(_measure_rank, given, plan), ranks, hidden)
+    except UnisonoError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(
+            given=f"a model, objective or optimizer that calls {needs_values}, whose step with values fails: "
+            f"{type(error).__name__}: {error}",
+            rule="a dry run has shapes and no values; what depends on the value of a tensor is measured in a step with values",
+            consequence="nothing was traced",
+            nearest="a run of a few steps: unisono train --set train.steps=3",
+        ) from refused
+    return {rank: replace(memory, needs_values=needs_values) for rank, memory in measured.items()}
+
+
+def _what_needs_values(error: Exception) -> str:
+    """What was called that fake tensors cannot do; empty for another error."""
+    if isinstance(error, _NEED_VALUES):
+        return str(error.func)
+    return ".numpy()" if str(error).startswith(_NUMPY_REFUSED) else ""
+
+
+def _each_place(
+    memory_of: Callable[[int, HiddenStates], tuple[RankMemory, Any]], ranks: Sequence[int], hidden: HiddenStates
+) -> dict[int, RankMemory]:
+    """``memory_of`` each rank: that of a stage is known once the stage before it has shown what it passes on."""
     waiting, traced = list(ranks), dict[int, RankMemory]()
     while waiting:
         known, late = len(hidden), list[int]()
         for rank in waiting:
             try:
-                traced[rank], _ = _trace_rank(given, plan, rank, hidden)
+                traced[rank], _ = memory_of(rank, hidden)
             except UnknownHiddenState:
                 late.append(rank)
         assert len(late) < len(waiting) or len(hidden) > known, "no stage shows what it passes on"
@@ -179,34 +241,61 @@ def _trace_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -
     ``hidden`` are the hidden states that stages are known to receive; those that it passes on are added. Raises
     UnknownHiddenState if it receives another one.
     """
+    if not plan.is_model_sharded:  # else it is built without values, and sharded
+        given = replace(given, model=_model_without_values(given))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveStorages(fake)
     live.kind = "buffers"
     work = OperatorFlops()
     modes = (fake, GroupedProducts(), live, work)
     with (
-        _explain_values(),
         traced_shards(),
         assembled_rank(given, plan, rank, hidden, modes, copied=empty_copy) as parts,
     ):
-        return _trace_steps(parts, fake, live, work), live.peaks
+        as_fake = partial(_without_values, fake, parts.device)
+        return _count_steps(parts, live, work, as_fake, leaves_out=parts.sharded.pipeline is None), live.peaks
 
 
-def _trace_steps(parts: RunParts, fake: FakeTensorMode, live: LiveStorages, work: OperatorFlops) -> RankMemory:
+def _measure_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates) -> tuple[RankMemory, dict[Site, Peak]]:
+    """As ``_trace_rank``, of steps with values: collectives return those of this rank, as if the others had the same."""
+    live, work = LiveStorages(), OperatorFlops()
+    live.kind = "buffers"
+    with assembled_rank(given, plan, rank, hidden, (live, work), copied=full_copy) as parts:
+        return _count_steps(parts, live, work, partial(to_device, device=parts.device), leaves_out=False), live.peaks
+
+
+def _without_values(fake: FakeTensorMode, device: torch.device, micro_batch: Batch) -> dict[str, Tensor]:
+    return {name: fake.from_tensor(value).to(device) for name, value in micro_batch.items()}
+
+
+def _count_steps(
+    parts: RunParts,
+    live: LiveStorages,
+    work: OperatorFlops,
+    prepared: Callable[[Batch], dict[str, Tensor]],
+    *,
+    leaves_out: bool,
+) -> RankMemory:
+    """Make the steps of a rank and count in the last one.
+
+    Args:
+        parts: The parts of the run.
+        live: Counts bytes.
+        work: Counts FLOPs.
+        prepared: Returns the tensors of a micro-batch as the step gets them.
+        leaves_out: Whether micro-batches that are like others are left out.
+    """
     train_step, stages = build_train_step(parts), parts.sharded.parallel.stages
-    with unset_fake_temporarily(), closing(parts.loader.iterate(0, 1)) as steps:
+    with _disable_current_modes(), closing(parts.loader.iterate(0, 1)) as steps:
         batch = next(steps)
 
     share = 1.0  # of the samples, that is traced
     with phases_as_kinds(live, parts.timers):
         for _ in range(STEPS):
             live.kind = "between phases"
-            micro_batches = [
-                {name: fake.from_tensor(value).to(parts.device) for name, value in micro.items()}
-                for micro in batch.micro_batches
-            ]
+            micro_batches = [prepared(micro) for micro in batch.micro_batches]
             begin_step(live, parts.built.model, parts.state, micro_batches)
-            made = micro_batches if parts.sharded.pipeline is not None else _unlike(micro_batches)
+            made = _unlike(micro_batches) if leaves_out else micro_batches
             share, work.flops = _numel(made) / _numel(micro_batches), 0
             train_step.run(replace(batch, micro_batches=made))
             del micro_batches, made
@@ -269,17 +358,3 @@ class _Phase:
     def __exit__(self, *error: Any) -> None:
         self.phase.__exit__(*error)
         self.live.kind = self.outer.pop()
-
-
-@contextmanager
-def _explain_values() -> Generator[None]:
-    """Raise ConfigError for code that asks for the value of a tensor."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            given=f"a model, objective or optimizer that calls {error.func}",
-            rule="a dry run has shapes and no values: how it goes on must not depend on the value of a tensor",
-            consequence="nothing was traced",
-            nearest="a run of a few steps: unisono train --set train.steps=3",
-        ) from error

@@ -7,7 +7,6 @@ once, with values that have no meaning; what they would have sent is counted, so
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections import defaultdict
@@ -17,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
-from torch import nn
 
 from unisono.data.loading.loader import StepBatch, to_device
 from unisono.device.torch_adapters import adapter_of
@@ -29,6 +27,7 @@ from unisono.train.gradient_sync import build_comm_stats
 from unisono.train.loop_assembly import build_train_step
 from unisono.train.simulated_rank import assembled_rank
 from unisono.train.step import TrainStep
+from unisono.train.whole_model import full_copy
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -105,12 +104,8 @@ def time_ranks(
 
 
 def _time_rank(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates, budget_s: float) -> RankTiming:
-    with _without_denormals(), assembled_rank(given, plan, rank, hidden, copied=_copied) as parts:
+    with _without_denormals(), assembled_rank(given, plan, rank, hidden, copied=full_copy) as parts:
         return _time_steps(parts, budget_s)
-
-
-def _copied(model: nn.Module, device: torch.device) -> nn.Module:
-    return copy.deepcopy(model).to(device)
 
 
 def _time_steps(parts: RunParts, budget_s: float) -> RankTiming:

@@ -12,7 +12,6 @@ from torch import nn
 
 from unisono.dist.simulated_world import simulated_world
 from unisono.observe.events import EventLog
-from unisono.parallel.deferred_init import deferred_init
 from unisono.parallel.pipeline.executor import HiddenStates
 from unisono.plan.plan import Plan
 from unisono.storage.scratch import scratch_folder
@@ -39,7 +38,7 @@ def assembled_rank(
         rank: The rank that this process is.
         hidden: The hidden states that stages are known to receive; those that this one passes on are added at the end.
         modes: Modes of torch that are entered before anything is made, such as a ``FakeTensorMode``.
-        copied: Makes a copy of a model on a device.
+        copied: Makes a copy of a model on a device. What builds a model is called as in a run.
     """
     resources: list[Any] = []
     with ExitStack() as stack:
@@ -53,8 +52,11 @@ def assembled_rank(
             objective=as_objective(given.given_objective, lambda: None),
             input=replace(given.input, options=replace(given.input.options, num_workers=0)),
         )
-        if modes or isinstance(inputs.model, nn.Module):
-            inputs = _with_copied_model(inputs, plan, device, modes, copied)
+        if isinstance(inputs.model, nn.Module):
+            with ExitStack() as entered:
+                for mode in modes:
+                    entered.enter_context(mode)
+                inputs = replace(inputs, model=copied(inputs.model, device))
         inputs = inputs.with_steps(plan)
         stack.callback(lambda: [resource.close() for resource in resources])
         for mode in modes:
@@ -79,20 +81,3 @@ def assembled_rank(
         finally:
             if pipeline is not None:
                 hidden.update(pipeline.hidden_states)
-
-
-def _with_copied_model(
-    inputs: RunInputs,
-    plan: Plan,
-    device: torch.device,
-    modes: Sequence[AbstractContextManager[Any]],
-    copied: Callable[[nn.Module, torch.device], nn.Module],
-) -> RunInputs:
-    """``inputs`` with a model of its own; one that the plan shards as it is built stays a callable."""
-    if plan.is_model_sharded and not isinstance(inputs.model, nn.Module):
-        return inputs
-    model = inputs.model if isinstance(inputs.model, nn.Module) else deferred_init(inputs.model).model
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        return replace(inputs, model=copied(model, device))

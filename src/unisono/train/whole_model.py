@@ -33,6 +33,11 @@ def empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def full_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the model and its values on ``device``."""
+    return copy.deepcopy(model).to(device)
+
+
 def export_model(
     model: nn.Module, folder: Path, *, checkpoint: Path | None, max_length: int, tokenizer: Path | None
 ) -> Path:
