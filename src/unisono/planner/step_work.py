@@ -11,10 +11,8 @@ import numpy as np
 from unisono.planner.layout import Layout, Numbers, columns, model_columns
 from unisono.planner.stage_blocks import blocks_per_rank
 
-_AFTER_AMPERE: Final = (
-    "hopper",
-    "blackwell",
-)  # FlashAttention-2 has the instructions of Ampere (arXiv 2407.08608, section 1)
+# FlashAttention-2 has the instructions of Ampere (arXiv 2407.08608, section 1)
+_AFTER_AMPERE: Final = ("hopper", "blackwell")
 _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # forward and backward: a block's activations in collectives of tensor parallelism (Korthikanti et al. 2022, section 4.2.2),
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import psutil
 from torch import nn
@@ -22,8 +21,7 @@ from unisono.parallel.sharding import GlobalParameterSpec
 from unisono.plan.plan import Plan
 from unisono.train.assembly import RunInputs
 from unisono.train.setup import resolve_plan
-
-_GIB: Final = 2**30
+from unisono.units import GIB
 
 
 def check_real_step_fits(
@@ -49,9 +47,9 @@ def check_real_step_fits(
     if needed > free:
         raise ConfigError(
             given=f"a model, objective or optimizer that calls {needs_values}, whose parameters, gradients and optimizer state "
-            f"take {needed / _GIB:.4g} GiB",
+            f"take {needed / GIB:.4g} GiB",
             rule="a dry run has shapes and no values: where how it goes on depends on the value of a tensor, a step is made with "
-            f"values, in the memory that is free here ({free / _GIB:.4g} GiB)",
+            f"values, in the memory that is free here ({free / GIB:.4g} GiB)",
             consequence="nothing was traced",
             nearest="a machine with more memory, or code that must not depend on the value of a tensor",
         )
