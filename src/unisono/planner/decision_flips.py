@@ -5,14 +5,15 @@ One property of the cluster or of the batch at a time is halved and doubled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal
 
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_space import AXES, Job
 from unisono.planner.layout_time import layout_time
-from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit
+from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit, with_other_memory
 
 Property = Literal["device memory", "network bandwidth", "link bandwidth", "global batch", "devices"]
 PROPERTIES: Final[tuple[Property, ...]] = (
@@ -103,9 +104,9 @@ class _Search:
     reason: str = ""
 
     @staticmethod
-    def of(job: Job) -> _Search:
+    def of(job: Job, find: Callable[[Job], LayoutTable] = compare) -> _Search:
         try:
-            return _Search(job=job, compared=compare(job))
+            return _Search(job=job, compared=find(job))
         except LayoutError as error:
             return _Search(job=job, compared=None, reason=str(error))
 
@@ -124,7 +125,8 @@ def _perturbations(
                 continue  # a half of an odd number
             if changed == "device memory":
                 memory = (job.memory_bytes or job.device.memory_bytes) * factor
-                found = _Search.of(replace(job, memory_bytes=memory))  # partial recompute is made for a memory
+                # partial recompute is made for a memory
+                found = _Search.of(replace(job, memory_bytes=memory), partial(with_other_memory, compared=compared))
                 other, reason = found.best, found.reason
             elif changed in ("network bandwidth", "link bandwidth"):
                 other, reason = _with_bandwidth(job, compared, changed, factor), ""

@@ -128,11 +128,38 @@ def memory_limit(job: Job) -> float:
 
 def compare(job: Job) -> LayoutTable:
     """Predictions for all layouts of ``job``. Raises LayoutError if none is legal."""
-    space, pin = Space(job), job.pins.get("recompute")
-    needs = peak_memory(space.layouts).counted if space.layouts else np.zeros(0)
-    partial = _partial(job, space.layouts, needs)
+    space = Space(job)
+    return _completed(job, _predicted(space.layouts, space.refused))
+
+
+def with_other_memory(job: Job, compared: LayoutTable) -> LayoutTable:
+    """``compare(job)``, where ``compared`` are the layouts of the same job for another memory. Raises as ``compare``."""
+    if job.pins.get("recompute") == PARTIAL:  # the layouts that it is made from are not in the table
+        return compare(job)
+    kept = np.array([layout.recompute != PARTIAL for layout in compared.layouts])
+    modes = LayoutTable(
+        layouts=[layout for layout in compared.layouts if layout.recompute != PARTIAL],
+        step_s=compared.step_s[kept],
+        needed_bytes=compared.needed_bytes[kept],
+        refused=[each for each in compared.refused if each[:2] != ("recompute", PARTIAL)],
+    )
+    return _completed(job, modes)
+
+
+def _predicted(layouts: Sequence[Layout], refused: Sequence[tuple[str, Value, str]]) -> LayoutTable:
+    if not layouts:
+        return LayoutTable(layouts=(), step_s=np.zeros(0), needed_bytes=np.zeros(0), refused=refused)
+    times, needs = layout_time(layouts).total, peak_memory(layouts).counted
+    return LayoutTable(layouts=layouts, step_s=times, needed_bytes=needs, refused=refused)
+
+
+def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
+    """``modes``, layouts without partial recompute, and those with it that fit the memory of ``job``."""
+    pin = job.pins.get("recompute")
+    partial = _predicted(_partial(job, modes.layouts, modes.needed_bytes), ())
     # those that partial recompute was made from have another value than the pin
-    layouts = partial if pin == PARTIAL else [*space.layouts, *partial]
+    tables = [partial] if pin == PARTIAL else [modes, partial]
+    layouts = [layout for table in tables for layout in table.layouts]
     if not layouts:
         pins = "".join(f" {axis}={value}" for axis, value in job.pins.items())
         raise LayoutError(
@@ -141,13 +168,16 @@ def compare(job: Job) -> LayoutTable:
             + ("; partial recompute is that of fewer blocks than a stage has" if pin == PARTIAL else ""),
             "a batch that more numbers divide, such as a power of two, or fewer pins",
         )
-    if partial:
-        needs = np.concatenate([needs[: len(layouts) - len(partial)], peak_memory(partial).counted])
-    refused = space.refused
-    if pin is None and not partial:
+    refused = modes.refused
+    if pin is None and not partial.layouts:
         rule = "each layout fits without recompute, or not with full recompute either"
         refused = (*refused, ("recompute", PARTIAL, rule))
-    return LayoutTable(layouts=layouts, step_s=layout_time(layouts).total, needed_bytes=needs, refused=refused)
+    return LayoutTable(
+        layouts=layouts,
+        step_s=np.concatenate([table.step_s for table in tables]),
+        needed_bytes=np.concatenate([table.needed_bytes for table in tables]),
+        refused=refused,
+    )
 
 
 def _partial(job: Job, layouts: Sequence[Layout], needs: Numbers) -> list[Layout]:
