@@ -317,8 +317,8 @@ def test_each_part_says_how_it_is_known_and_each_stage_what_it_needs(desk: Desk)
 
 
 def test_partial_recompute_is_told_in_text_json_and_page(desk: Desk) -> None:
-    given = (*JOB, "--memory-gib=44", "--pin=zero=1", "--report=plan.html")
-    text = desk.here("plan", *given)
+    given = (*JOB, "--memory-gib=44", "--pin=zero=1")
+    text = desk.here("plan", *given, "--report=partial.html")
     assert text.code == 0, text.err
     found = desk.here("plan", *given, "--json").json
     layout = found["best"]["layout"]
@@ -332,7 +332,7 @@ def test_partial_recompute_is_told_in_text_json_and_page(desk: Desk) -> None:
     assert " blocks, " in text.out
     stages = found["best"]["stages"].values()
     assert all(f"{it['blocks']:g} blocks, {it['recomputed_blocks']:g} recomputed\n" in text.out for it in stages)
-    page = (desk.folder / "plan.html").read_text()
+    page = (desk.folder / "partial.html").read_text()
     assert f"The layout {told}" in page
     assert f"recompute=partial ({sum(counts)} of 80 blocks)" in page
     (full,) = (each for each in found["changes"] if (each["axis"], each["value"]) == ("recompute", "full"))

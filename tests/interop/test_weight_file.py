@@ -316,7 +316,7 @@ DEVICE = struct.pack("<ii", 1, 0)
         (struct.pack("<QQQI", 0x112, 0, 1, 1 << 20), "dims, where 64 are the most"),
         (
             ROWS + struct.pack("<iqq", 2, 1 << 40, 3) + DEVICE + struct.pack("<iiiq", 0, 6, 1, 1) + bytes(20),
-            "of values, where 67,108,864 are the most",
+            "of values, for which 67,108,864 are the most",
         ),
         (
             ROWS + struct.pack("<iqq", 2, 4, 3) + DEVICE + struct.pack("<iiiq", 0, 6, 1, 1) + bytes(12) + b"\x09" + bytes(7),

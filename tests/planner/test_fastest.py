@@ -40,7 +40,7 @@ class Trials:
         plan = resolve_plan(options, JobSpec(world_size=num_ranks))[1]
         kept = {"none": 1.0, "selective": 0.6, "full": 0.3}[plan.recompute.mode]
         size = plan.batch.micro_batch * kept + 4 / (plan.mesh.dp_shard * plan.mesh.tp * plan.mesh.pp)
-        return plan, [SimpleNamespace(peak=SimpleNamespace(bytes=size * GIB))]
+        return plan, [SimpleNamespace(peak=SimpleNamespace(bytes=size * GIB), confidence="exact")]
 
     def time(self, options: PlanOptions, num_ranks: int) -> list[RankTiming]:
         plan, _ = self.trace(options, num_ranks)

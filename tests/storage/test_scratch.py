@@ -40,7 +40,7 @@ class User:
         command = [sys.executable, "-c", USE]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
         assert self.process.stdout is not None
-        self.folder = Path(self.process.stdout.readline().strip())
+        self.folder = Path(self.process.stdout.readline().strip()).parent
 
     def kill(self) -> None:
         self.process.kill()
@@ -88,7 +88,7 @@ def test_links_and_folders_of_others_stay(temporary: Path, tmp_path: Path) -> No
     (killed.folder / "inside").symlink_to(kept)
     User(temporary).end()
     assert names(temporary) == {f"{PREFIX}{name}" for name in ("link", "file", "empty", "linked")}
-    assert names(kept) == {"file", ".scratch.lock"}
+    assert names(kept) == {"content", ".scratch.lock"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")

@@ -38,7 +38,9 @@ def scratch_folder(prefix: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         folder = Path(name)
         with _locked(folder):
-            yield folder
+            content = folder / "content"  # without the lock
+            content.mkdir(mode=0o700)
+            yield content
 
 
 @contextmanager
