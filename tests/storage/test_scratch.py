@@ -71,7 +71,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not(t
     assert names(temporary) == {killed.folder.name, alive.folder.name}
     User(temporary).end()
     assert names(temporary) == {alive.folder.name}
-    assert (alive.folder / "file").read_text() == "content"
+    assert (alive.folder / "content" / "file").read_text() == "content"
     alive.end()
     assert names(temporary) == set()
 
