@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import struct
@@ -343,6 +344,30 @@ def test_hostile_files_are_refused_in_words(tmp_path: Path, content: bytes, word
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def safetensors(metadata: object, length: int) -> bytes:
+    """A file with one tensor and a header of so many bytes."""
+    header = json.dumps({"__metadata__": metadata, "w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}})
+    assert len(header) <= length
+    return struct.pack("<Q", length) + header.ljust(length).encode() + b"ab"
+
+
+@pytest.mark.parametrize("length", [128, 0x112, 10 + 256])
+def test_the_length_of_a_header_is_no_other_formats_mark(tmp_path: Path, length: int) -> None:
+    """0x80 begins a pickle, 0x112 is MXNet's number, 10 begins a checkpoint of MindSpore."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors({}, length))
+    assert load(path)["w"].tolist() == [97, 98]
+
+
+def test_metadata_of_any_kind_is_read_and_numbers_of_4_bits_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for metadata in (None, [], "text", {"format": "ms"}, {"w": 3}):
+        path.write_bytes(safetensors(metadata, 200))
+        assert load(path)["w"].tolist() == [97, 98]
+    path.write_bytes(safetensors({"w": "Int4"}, 200))
+    assert "'w' has two numbers of 4 bits in a byte" in refused(path)
 
 
 def test_a_checksum_is_compared(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ def _mapped(file: BinaryIO) -> Generator[memoryview]:
 
 def _read(data: memoryview) -> Weights:
     first = bytes(data[:9])
+    # before the others: the length of a header, which comes first, may be their first byte or magic number
+    if first[8:] == b"{" and not (first[:1] == b"\n" and int.from_bytes(first[:8], "little") > len(data)):
+        return _safetensors(data)
     if first.startswith(mxnet_params.MAGIC):
         return Weights(format="mxnet", tensors=mxnet_params.read_params(data))
     if first.startswith(npz.MAGIC):
@@ -88,8 +91,6 @@ def _read(data: memoryview) -> Weights:
         raise ValueError("a pickle, which can run any code, as torch.save and MXNet's trainer states are")
     if first.startswith(mindspore_checkpoint.ENCRYPTED_MAGIC):
         raise ValueError("an encrypted checkpoint of MindSpore: save it again there without enc_key")
-    if first[8:] == b"{":
-        return _safetensors(data)
     tensors, texts = mindspore_checkpoint.read_checkpoint(data)
     return Weights(format="mindspore", tensors=tensors, texts=texts)
 
@@ -98,7 +99,9 @@ def _safetensors(data: memoryview) -> Weights:
     length = header_length(bytes(data[:8]), len(data))
     header = bytes(data[8 : 8 + length])
     extents = parse_header(header, len(data))
-    packed = [name for name, kind in json.loads(header).get("__metadata__", {}).items() if kind == "QInt4x2"]
+    metadata = json.loads(header).get("__metadata__")
+    marks = cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {}
+    packed = [name for name in extents if marks.get(name) == "Int4"]  # as MindSpore marks them
     if packed:
         raise ValueError(f"{quoted(packed[0])} has two numbers of 4 bits in a byte")
     return Weights(
