@@ -1,4 +1,4 @@
-"""One small corpus for all, one trained run to look at, and a copy of it for those who change it."""
+"""A working folder for each test, one trained run to look at, and a copy of it for those who change it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from commands import Desk, make_desk
 
 
 @pytest.fixture(scope="session")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    """A working folder; tests give their runs folders of their own."""
+def shared_desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """Where the trained run was made; its cache is that of every desk of this session."""
     return make_desk(tmp_path_factory.mktemp("desk"), tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture
+def desk(shared_desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """A working folder of this test alone: what one test writes, another does not find."""
+    return make_desk(tmp_path_factory.mktemp("desk"), shared_desk.cache)
+
+
 @pytest.fixture(scope="session")
-def trained(desk: Desk) -> Path:
+def trained(shared_desk: Desk) -> Path:
     """A finished run of four steps, to be read only."""
-    run_dir = desk.folder / "trained"
-    done = desk.train(run_dir, "--set=checkpoint.every_steps=2")
+    run_dir = shared_desk.folder / "trained"
+    done = shared_desk.train(run_dir, "--set=checkpoint.every_steps=2")
     assert done.code == 0, done.err
     return run_dir
 

@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def run_dir(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a script's run, with the script and its last evaluation beside it."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "tied.py").write_text(SCRIPT)

@@ -127,9 +127,9 @@ def test_generate_is_a_function_of_its_seed(desk: Desk, trained: Path) -> None:
     assert told["text"].startswith("def ")
 
 
-def test_generate_needs_no_corpus(desk: Desk, mine: Path) -> None:
+def test_generate_needs_no_corpus(desk: Desk, shared_desk: Desk, mine: Path) -> None:
     text = (mine / "config.toml").read_text()
-    (mine / "config.toml").write_text(text.replace(str(desk.folder / "corpus"), "/gone"))
+    (mine / "config.toml").write_text(text.replace(str(shared_desk.folder / "corpus"), "/gone"))
     assert desk.here("generate", str(mine)).code == 0
     assert desk.here("eval", str(mine)).code == 2
 
