@@ -171,10 +171,10 @@ def export_model(
         check_output("TARGET", file, consequence="nothing was exported")
     config = load_run(run_dir, **read_code(model=model)).value
     checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
-    from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join_world
     from unisono.train.build import find_tokenizer
     from unisono.train.load import empty_model, open_run_checkpoint
+    from unisono.train.run_export import export_run
     from unisono.train.whole_model import tensor_reader
 
     tokenizer = find_tokenizer(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -64,60 +63,23 @@ def command(
             consequence="nothing was evaluated",
             nearest="one of them",
         )
-    from unisono.data.dataset import collated
-    from unisono.dist import job_from_environ, join_world
-    from unisono.plan.options import PlanOptions
-    from unisono.plan.resolve import with_strategy_file
-    from unisono.train.build import build_data, build_metrics, find_objective
-    from unisono.train.evaluate import evaluate
-    from unisono.train.load import load_model
-    from unisono.train.objectives import as_objective
     from unisono.train.sample_losses import losses_of_samples
-    from unisono.train.setup import resolve_plan
-    from unisono.train.step import ForwardBackward, input_selector
+    from unisono.train.trained import trained_run
 
-    job = job_from_environ(os.environ)
-    options, _ = with_strategy_file(config.plan)
-    unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
-        device=options.device,
-        precision=options.precision,
-        global_batch=options.global_batch * job.world_size,
-        micro_batch=options.micro_batch,
-    )
-    device, plan = resolve_plan(unsharded, job)
-    world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
-    try:
-        sources = build_data(config, held_out_only=True)
-        module, step = load_model(config, sources.tokenizer, world, checkpoint)
-        held_out = sources.held_out
-        if sources.collate_fn is not None:
-            held_out = collated(held_out, sources.collate_fn)
-        forward_backward = ForwardBackward(
-            model=module.to(device), inputs=input_selector(module), plan=plan, world=world
-        )
-        loss = as_objective(find_objective(config))
-        values = evaluate(
-            forward_backward,
-            held_out,
-            objective=loss,
-            metrics=build_metrics(config, sources),
-            device=device,
-            data_rank=world.rank,
-            limit=samples,
-        )
+    with trained_run(config, checkpoint) as run:
+        values = run.evaluate(run.model, samples)
         if sample_losses is not None:
-            losses = losses_of_samples(config, sources, held_out, forward_backward, loss, device)
-            if world.rank == 0:
+            passes = run.forward_backward(run.model)
+            losses = losses_of_samples(config, run.sources, run.held_out, passes, run.objective, run.device)
+            if run.world.rank == 0:
                 losses.write(sample_losses)
-    finally:
-        world.close()
-    if job.rank > 0:
+    if run.world.rank > 0:
         return
-    total = len(held_out)
+    total = len(run.held_out)
     used = min(samples, total) or total
     result: dict[str, Any] = {
         "run_dir": run_dir,
-        "step": step,
+        "step": run.step,
         "samples": used,
         "samples_total": total,
         "evaluation": values,
@@ -127,5 +89,5 @@ def command(
         result["sample_losses"] = str(sample_losses)
         rows.append(f"losses of samples: {sample_losses}")
     print_result(
-        as_json, result, [f"step {step}, {used}{f' of {total}' if used < total else ''} held-out samples", *rows]
+        as_json, result, [f"step {run.step}, {used}{f' of {total}' if used < total else ''} held-out samples", *rows]
     )

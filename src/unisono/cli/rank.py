@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from unisono.cli.common import LOG
 from unisono.config import Resolved
@@ -22,10 +21,9 @@ from unisono.data.cleaning_record import cleaning_facts
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.result_files import data_of_results, require_whole_results
-from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
+from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
-from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
@@ -47,16 +45,15 @@ from unisono.train.build import (
     build_data,
     build_trainer,
     data_notices,
-    export_facts,
     resolve_run,
     resolve_steps,
-    tokenizer_spec,
 )
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.outputs import RunOutputs
 from unisono.train.parameter_servers import start_servers
 from unisono.train.run_checkpoints import best_before
+from unisono.train.run_export import export_run
 from unisono.train.settings import STRETCHED_SCHEDULES, function_name
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
@@ -246,23 +243,6 @@ def _no_sample(size: int, run_dir: str) -> dict[str, str]:
         "cost": "nothing else is missing",
         "fix": f"unisono generate {shlex.quote(run_dir)}, on a machine with enough memory",
     }
-
-
-def export_run(
-    model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None, **how: Any
-) -> Path:
-    """Export the model of a run, by default to ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
-    spec = tokenizer_spec(config)
-    from_file = tokenizer is not None and spec != BYTES
-    return export(
-        model,
-        folder or Path(config.run.dir) / "export",
-        max_length=config.data.seq_len,
-        end_of_document=tokenizer.end_of_document if tokenizer else None,
-        tokenizer=tokenizer_file(spec) if from_file else None,
-        task=export_facts(config),
-        **how,
-    )
 
 
 def write_sample(

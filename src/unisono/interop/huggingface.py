@@ -47,6 +47,7 @@ _TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 _TASK = "task.json"
+_CARD = "README.md"
 _FORMAT = {"format": "pt"}
 MAX_SHARD_BYTES = 5 << 30
 
@@ -59,6 +60,7 @@ def export(
     end_of_document: int | None,
     tokenizer: Path | None,
     task: Mapping[str, Any] | None = None,
+    card: str = "",
     read: Callable[[str, Tensor], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -76,6 +78,7 @@ def export(
         tokenizer: Hugging Face tokenizer.json to copy, with the other files of the tokenizer in its folder, or such a folder.
         task: What inputs and outputs of the model mean, written to ``task.json``; its ``classes`` become the labels of a model
             of transformers. Default: nothing is written.
+        card: Text of the model card, ``README.md``. Default: none is written.
         read: ``read(name, out)`` copies the model's tensor ``name`` into ``out``; default: the values of ``model``, which
             else may be on the meta device.
         max_shard_bytes: Maximum bytes of tensors in one file; a larger tensor has a file of its own.
@@ -99,6 +102,8 @@ def export(
             _write_json(partial / name, content)
         if task:
             _write_json(partial / _TASK, task)
+        if card:
+            write_atomically(partial / _CARD, card.encode())
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, partial)
         if target.exists():
@@ -121,7 +126,7 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
     """Raise ``CheckpointError`` if the folder has other contents than an earlier export."""
     if not os.path.lexists(target):
         return
-    ours = {_WEIGHTS, _INDEX, _CONFIG, _GENERATION, _TASK, _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, *_TOKENIZER_FILES}
+    ours = {_WEIGHTS, _INDEX, _CONFIG, _GENERATION, _TASK, _CARD, _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, *_TOKENIZER_FILES}
     others = (
         sorted(name for name in os.listdir(target) if name not in ours and not _SHARD.fullmatch(name))
         if target.is_dir() and not target.is_symlink()
@@ -135,6 +140,15 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
             consequence="nothing was exported and nothing was removed",
             nearest=f"a folder inside it, such as {str(given / 'export')!r}",
         )
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes of the ``model.safetensors`` that ``export`` writes of the model, if it is one file."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    named, tied = _names(model)
+    views = [(entry.key, entry.transform(tensors[entry.name].detach())) for entry in named]
+    layout = [(key, view.dtype, tuple(view.shape)) for key, view in views]
+    return len(build_header(layout, {**_FORMAT, **tied})[0]) + sum(view.nbytes for _, view in views)
 
 
 def write_weights(
