@@ -35,6 +35,7 @@ ALWAYS = [
     "components.own_metrics",
     "components.callbacks",
     "model.pretrained",
+    "model.weights",
     "data.cache_dir",
     "data.train",
     "task.kind",

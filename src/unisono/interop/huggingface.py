@@ -145,7 +145,7 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
 def weights_bytes(model: nn.Module) -> int:
     """Bytes of the ``model.safetensors`` that ``export`` writes of the model, if it is one file."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    named, tied = _names(model)
+    named, tied = _exported(model)
     views = [(entry.key, entry.transform(tensors[entry.name].detach())) for entry in named]
     layout = [(key, view.dtype, tuple(view.shape)) for key, view in views]
     return len(build_header(layout, {**_FORMAT, **tied})[0]) + sum(view.nbytes for _, view in views)
@@ -156,7 +156,7 @@ def write_weights(
 ) -> None:
     """Write the model's tensors as safetensors files in ``folder``, with one tensor in memory at a time."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    named, tied = _names(model)
+    named, tied = _exported(model)
     # views, of which only shapes and dtypes are read
     views = {entry.key: entry.transform(tensors[entry.name].detach()) for entry in named}
     adapter = _is_adapter(model)
@@ -208,7 +208,17 @@ def _split_into_files(
     return files
 
 
-def _names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
+def exported_names(model: nn.Module) -> list[ExportedTensor]:
+    """The tensors of an export. Raises CheckpointError if no class of transformers computes the same as the model."""
+    return _exported(model)[0]
+
+
+def exported_config(model: nn.Module) -> dict[str, Any]:
+    """``config.json`` of an export without lengths and tokens; empty for a model of no class of transformers."""
+    return _configs(model, 0, None).get(_CONFIG, {})
+
+
+def _exported(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     if isinstance(model, GPT):
         return list(gpt.gpt_tensors(model)), {}
     if isinstance(model, BERT):

@@ -29,6 +29,11 @@ class ModelOptions:
         "",
         "A Hugging Face folder (config.json and safetensors), or its address, to fine-tune or go on from; empty = a new model.",
     )
+    weights: str = option(
+        "",
+        "Weights that a built-in model or one of your own starts with: the folder of a run or checkpoint, a Hugging Face folder, "
+        "or a safetensors file; empty = drawn. A head for other classes starts new.",
+    )
     num_layers: int = option(
         4, "Number of blocks.", applies_with="a built-in model other than resnet", ge=1, le=MAX_LAYERS
     )

@@ -25,7 +25,8 @@ MODELS: Final[dict[str, tuple[str, ...]]] = {
     **{f"resnet{depth}": ("image",) for depth in RESNET_DEPTHS},
     "mlp": ("table",),
 }
-_GPT: Final = tuple(name for name in ModelOptions.__dataclass_fields__ if name != "pretrained")
+_OF_ALL: Final = ("pretrained", "weights")
+_GPT: Final = tuple(name for name in ModelOptions.__dataclass_fields__ if name not in _OF_ALL)
 _READS: Final[dict[str, tuple[str, ...]]] = {
     "gpt": _GPT,
     "moe": tuple(name for name in _GPT if name != "mup_base_dim"),
@@ -41,7 +42,5 @@ def default_model(kind: str) -> str:
 
 def unread_settings(name: str, model: ModelOptions) -> Iterator[tuple[str, Problem]]:
     """A problem for each option of ``model`` that the built-in model ``name`` does not read, by field name."""
-    acts = {
-        field: field in _READS.get(name, ()) or field == "pretrained" for field in ModelOptions.__dataclass_fields__
-    }
+    acts = {field: field in _READS.get(name, ()) or field in _OF_ALL for field in ModelOptions.__dataclass_fields__}
     yield from inert_settings(model, ModelOptions(), acts, f"the model {name!r}")

@@ -25,6 +25,7 @@ from unisono.data.tokens.tokenizer import BYTES, Tokenizer, check_vocab, load_to
 from unisono.data.tokens.windows import TokenWindows
 from unisono.dist import World, on_first_rank
 from unisono.errors import ConfigError, DataError, nearest_name
+from unisono.interop.initial_weights import load_weights
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
@@ -235,12 +236,16 @@ def _copies(config: RunConfig) -> Path:
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model of the configuration, initialised from ``components.init`` and ``run.seed`` alone, on the CPU.
+    """The model of the configuration on the CPU; ``components.init``, ``run.seed`` and ``model.weights`` decide its values.
 
-    ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError or DataError.
+    ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError, DataError,
+    or CheckpointError for ``model.weights`` of another model.
     """
     cast(Any, torch).manual_seed(config.run.seed)
-    return initialize(_built_model(config, tokenizer), config.components.init, seed=config.run.seed)
+    model = initialize(_built_model(config, tokenizer), config.components.init, seed=config.run.seed)
+    if config.model.weights:
+        load_weights(model, config.model.weights, new_head=config.task.kind not in LANGUAGE_MODELS)
+    return model
 
 
 def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def load_model(
 
 def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: CheckpointReader) -> nn.Module:
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
+    config = _without_weights(config)
     if isinstance(config.components.model, str) and not config.model.pretrained:  # the others are not of the folder
         tensor_reader(empty_model(config, tokenizer), snapshot)  # wrong sizes are found before they take memory
     model = build_model(config, tokenizer)
@@ -58,11 +60,16 @@ def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Checkpo
 
 def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     """The model on the meta device, to be read a tensor at a time; with values if its construction reads them."""
-    build = partial(build_model, config, tokenizer)
+    build = partial(build_model, _without_weights(config), tokenizer)
     try:
         return deferred_init(build).model
     except PlanError:
         return build()
+
+
+def _without_weights(config: RunConfig) -> RunConfig:
+    """The configuration without the weights that the run began with: the checkpoint has those that came of them."""
+    return replace(config, model=replace(config.model, weights=""))
 
 
 def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None) -> CheckpointReader:
