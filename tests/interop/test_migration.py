@@ -13,7 +13,7 @@ from typing import Any
 import migration
 import migration_pages
 import pytest
-from migration import ORIGINS, difference, functions, listed, recorded, run_after, run_before
+from migration import ORIGINS, difference, functions, listed, recorded, run_after, run_before, tolerance
 from nursery import Nursery
 
 RUNNABLE = [name for name, origin in ORIGINS.items() if origin.environment is not None]
@@ -35,7 +35,7 @@ def snippets(*, ranks: int) -> list[Any]:
 
 def require_equal(result: dict[str, Any], origin: str, name: str) -> None:
     assert "error" not in result, result["error"]
-    assert difference(result["result"], recorded(origin)[name], ORIGINS[origin].tolerance) == ""
+    assert difference(result["result"], recorded(origin)[name], tolerance(origin, name)) == ""
 
 
 @pytest.mark.parametrize(("origin", "name"), snippets(ranks=1))

@@ -26,6 +26,7 @@ EXAMPLES = ROOT / "examples" / "migrate"
 RECORDS = ROOT / "tests" / "interop" / "fixtures" / "migration"
 RUN = Path(__file__).with_name("migration_run.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+MSRUN = ("-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2", "--join=True")
 TIMEOUT_S = 170
 
 
@@ -37,20 +38,22 @@ class Origin:
         title: Its name, as the head of the left column.
         environment: Variable that names a Python with the library. "": this Python has it. None: it cannot be run here.
         launcher: Arguments of that Python before the program.
-        tolerance: Relative difference of two results; both compute in fp32, and sums run in another order.
+        together: The same for the functions in TOGETHER of before.py, which need several processes.
+        record: Origin whose functions of the same names compute the same; "": this one.
     """
 
     title: str
     environment: str | None
     launcher: tuple[str, ...] = ()
-    tolerance: float = 1e-5
+    together: tuple[str, ...] = ()
+    record: str = ""
 
 
 ORIGINS = {
     "mxnet": Origin(title="MXNet", environment="UNISONO_MXNET_PYTHON"),
-    "mindspore": Origin(title="MindSpore", environment="UNISONO_MINDSPORE_PYTHON"),
+    "mindspore": Origin(title="MindSpore", environment="UNISONO_MINDSPORE_PYTHON", together=MSRUN),
     "ddp": Origin(title="DDP", environment="", launcher=TORCHRUN),
-    "horovod": Origin(title="Horovod", environment=None),
+    "horovod": Origin(title="Horovod", environment=None, record="ddp"),
     "accelerate": Origin(title="Accelerate", environment="", launcher=TORCHRUN),
     "lightning": Origin(title="Lightning", environment="UNISONO_LIGHTNING_PYTHON"),
     "deepspeed": Origin(title="DeepSpeed", environment="UNISONO_DEEPSPEED_PYTHON", launcher=TORCHRUN),
@@ -76,9 +79,17 @@ def listed(origin: str, side: str, name: str) -> tuple[str, ...]:
     return ()
 
 
+def tolerance(origin: str, name: str) -> float:
+    """Relative difference of two results. Both compute in fp32 unless TOLERANCE of after.py says more; sums run in another order."""
+    for node in module(origin, "after").body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TOLERANCE":
+            return ast.literal_eval(node.value).get(name, 1e-5)
+    return 1e-5
+
+
 def recorded(origin: str) -> dict[str, Any]:
     """What each function of before.py returned."""
-    return json.loads((RECORDS / f"{origin}.json").read_text())["results"]
+    return json.loads((RECORDS / f"{ORIGINS[origin].record or origin}.json").read_text())["results"]
 
 
 def run_after(origin: str, folder: Path, nursery: Nursery, *, ranks: int = 1, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -101,14 +112,26 @@ def run_after(origin: str, folder: Path, nursery: Nursery, *, ranks: int = 1, on
 
 def run_before(origin: str, folder: Path) -> dict[str, Any]:
     """The results of before.py with the library's own Python."""
+    about, together = ORIGINS[origin], listed(origin, "before", "TOGETHER")
+    results = _run_before(origin, folder, about.launcher)
+    if together:
+        port = ("--master_port", str(free_port())) if about.together == MSRUN else ()
+        results |= _run_before(origin, folder, (*about.together, *port), only=together)
+    return results
+
+
+def _run_before(origin: str, folder: Path, launcher: Sequence[str], only: Sequence[str] = ()) -> dict[str, Any]:
     about = ORIGINS[origin]
     assert about.environment is not None
     python = os.environ[about.environment] if about.environment else sys.executable
-    program = [str(RUN), str(EXAMPLES / origin / "before.py"), str(folder), "--slow"]
+    which = ["--only", ",".join(only)] if only else ["--slow"]
+    program = [str(RUN), str(EXAMPLES / origin / "before.py"), str(folder), *which]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # launchers start "python"
+    environ["PATH"] = os.pathsep.join([str(Path(python).parent), environ["PATH"]])
     environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [python, *about.launcher, *program],
+        [python, *launcher, *program],
         cwd=folder,
         env=environ,
         capture_output=True,
@@ -149,9 +172,11 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
     mine, theirs = list(leaves(found)), list(leaves(expected))
     if len(mine) != len(theirs):
         return f"{len(mine)} values, expected {len(theirs)}"
+    # what is rounded are sums of values of this size
+    largest = max((abs(b) for b in theirs if isinstance(b, float)), default=0.0)
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         numbers = isinstance(a, int | float) and isinstance(b, int | float)
-        if not (math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-6) if numbers else a == b):
+        if not (math.isclose(a, b, rel_tol=0.0, abs_tol=tolerance * largest) if numbers else a == b):
             return f"value {number}: {a}, expected {b}"
     return ""
 

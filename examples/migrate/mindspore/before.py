@@ -78,7 +78,7 @@ class Block(nn.Cell):
         self.down = nn.Dense(8, 3, ms.Tensor(down), has_bias=False)
 
     def construct(self, x):
-        return x + self.down(ops.tanh(self.up(x)))
+        return x + self.down(ops.relu(self.up(x)))
 
 
 class Blocks(nn.Cell):
@@ -176,7 +176,7 @@ def accumulation(net, batches, loss_fn):
 
 def model_train(net, data, HalfSquare):
     sgd = nn.SGD(net.trainable_params(), learning_rate=0.1)
-    batches = data.batch(8)
+    batches = data.batch(16)
     model = Model(net, HalfSquare(), sgd)
     saved = ModelCheckpoint(
         "net",
@@ -197,7 +197,7 @@ def model_train(net, data, HalfSquare):
 
 def model_eval(net, data, HalfSquare):
     model = Model(net, HalfSquare(), metrics={"loss"})
-    result = model.eval(data.batch(8), dataset_sink_mode=False)
+    result = model.eval(data.batch(16), dataset_sink_mode=False)
     value = result["loss"]
     return value
 
@@ -323,7 +323,7 @@ def data_parallel(net, HalfSquare):
     )
     sgd = nn.SGD(net.trainable_params(), learning_rate=0.1)
     model = Model(net, HalfSquare(), sgd)
-    model.train(1, share.batch(4), dataset_sink_mode=False)
+    model.train(1, share.batch(8), dataset_sink_mode=False)
     return _weights(net)
 
 
@@ -336,9 +336,7 @@ def parallel_optimizer(deep_net, batches, HalfSquare):
 
 
 def shard(deep_net, batches, HalfSquare):
-    ms.set_auto_parallel_context(
-        parallel_mode="semi_auto_parallel"
-    )
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     net = deep_net()
     for block in net.blocks:
         block.up.matmul.shard(((1, 1), (2, 1)))
@@ -394,8 +392,19 @@ def generator_dataset():
             num_shards=2,
             shard_id=rank,
         )
-        shards.append([row["y"] for row in shard.batch(4).create_dict_iterator(output_numpy=True)])
-    return sorted(np.concatenate([part for shard in shards for part in shard]).tolist())
+        shards.append(
+            [
+                row["y"]
+                for row in shard.batch(4).create_dict_iterator(
+                    output_numpy=True
+                )
+            ]
+        )
+    return sorted(
+        np.concatenate(
+            [part for shard in shards for part in shard]
+        ).tolist()
+    )
 
 
 def mind_dataset(rows):
@@ -404,7 +413,7 @@ def mind_dataset(rows):
         columns_list=["inputs", "label"],
         shuffle=False,
     )
-    batches = data.batch(8).create_dict_iterator(output_numpy=True)
+    batches = data.batch(16).create_dict_iterator(output_numpy=True)
     first = next(batches)
     return [first["inputs"], first["label"]]
 

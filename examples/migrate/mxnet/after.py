@@ -104,9 +104,7 @@ def kvstore_optimizer():
     """
     store = create_kvstore("local")
     store.init("weight", torch.from_numpy(WEIGHT))
-    store.set_optimizer(
-        "sgd", lr=0.1, momentum=0.9, weight_decay=0.0
-    )
+    store.set_optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
     for _ in range(3):
         store.push("weight", torch.ones(1, 3))
         out = store.pull("weight").wait()
@@ -141,9 +139,7 @@ def kvstore_rows():
     table = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
     store = create_kvstore("local")
     store.init("table", table)
-    rows = store.row_sparse_pull(
-        "table", torch.tensor([3, 1])
-    ).wait()
+    rows = store.row_sparse_pull("table", torch.tensor([3, 1])).wait()
     store.close()
     return [rows.ids, rows.values]
 
@@ -201,7 +197,7 @@ def trainer_clipping(net, loader, loss_fn, world):
 def accumulation(net, loader, loss_fn, world):
     """Accumulation with `grad_req="add"`
 
-    Backward passes add up until `step`. A `Trainer` needs no code for it: `PlanOptions(global_batch=32, micro_batch=8)`.
+    Backward passes add up until `step`. A `Trainer` needs no code for it: `PlanOptions(global_batch=64, micro_batch=16)`.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = GuardedOptimizer(net, sgd, world)
@@ -215,7 +211,7 @@ def accumulation(net, loader, loss_fn, world):
 def several_devices(net, data, loss_fn, world):
     """`split_and_load`, kvstore `device`
 
-    One process for each device: `unisono launch -n 2 -- python train.py`. The loader gives each rank its share of a batch of 8,
+    One process for each device: `unisono launch -n 2 -- python train.py`. The loader gives each rank its share of a batch of 16,
     and the result is that of one device.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -223,7 +219,7 @@ def several_devices(net, data, loss_fn, world):
     loader = Loader(
         data,
         seed=0,
-        global_batch=8,
+        global_batch=16,
         shuffle=False,
         rank=world.rank,
         world_size=world.world_size,
@@ -290,8 +286,8 @@ def trainer_states(net, loader, loss_fn, world):
     One checkpoint has the network, the optimizer, the position in the data and the random generators, of all ranks. It is
     written in the background, commits as a whole and is verified when it is read. MXNet leaves the position to the program.
     """
-    adam = torch.optim.Adam(net.parameters(), lr=0.1)
-    trainer = GuardedOptimizer(net, adam, world)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    trainer = GuardedOptimizer(net, sgd, world)
 
     def train(steps):
         with LoopCheckpoints(
@@ -320,10 +316,8 @@ def hybridize(net, data, objective):
     sgd = partial(torch.optim.SGD, lr=0.1)
     trainer = Trainer(
         net,
-        DataLoader(data, batch_size=8),
-        PlanOptions(
-            global_batch=8, precision="fp32", compile="model"
-        ),
+        DataLoader(data, batch_size=16),
+        PlanOptions(global_batch=16, precision="fp32", compile="model"),
         objective=objective,
         optimizer=sgd,
         options=TrainOptions(epochs=1),
@@ -456,8 +450,8 @@ def module_fit(net, data, objective):
     sgd = partial(torch.optim.SGD, lr=0.1)
     trainer = Trainer(
         net,
-        DataLoader(data, batch_size=8),
-        PlanOptions(global_batch=8, precision="fp32"),
+        DataLoader(data, batch_size=16),
+        PlanOptions(global_batch=16, precision="fp32"),
         objective=objective,
         # MXNet's Module decays weights, not biases
         optimizer={
@@ -480,8 +474,8 @@ def monitor(net, data, objective):
     net = nn.Sequential(net)
     Trainer(
         net,
-        DataLoader(data, batch_size=32),
-        PlanOptions(global_batch=32, precision="fp32"),
+        DataLoader(data, batch_size=64),
+        PlanOptions(global_batch=64, precision="fp32"),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         options=TrainOptions(steps=1),
@@ -501,8 +495,8 @@ def profiler(net, data, objective):
     """
     Trainer(
         net,
-        DataLoader(data, batch_size=8),
-        PlanOptions(global_batch=8, precision="fp32"),
+        DataLoader(data, batch_size=16),
+        PlanOptions(global_batch=16, precision="fp32"),
         objective=objective,
         options=TrainOptions(epochs=1),
         observe=ObserveOptions(profile_steps="2:4"),

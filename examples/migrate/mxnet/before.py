@@ -18,9 +18,7 @@ def given():
         return made
 
     def batches():
-        return [
-            (mx.nd.array(x), mx.nd.array(y)) for x, y in parts(4)
-        ]
+        return [(mx.nd.array(x), mx.nd.array(y)) for x, y in parts(4)]
 
     def photos():
         """photos.rec and photos.idx of four pictures."""
@@ -46,6 +44,18 @@ def given():
 
 def _weights(net):
     return [net.weight.data(), net.bias.data()]
+
+
+def kvstore_compression():
+    kv = mx.kv.create("device")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.init("w", mx.nd.zeros(4))
+    first = mx.nd.array([0.625, -0.5, 0.375, 0], mx.cpu(0))
+    second = mx.nd.zeros(4, mx.cpu(1))
+    kv.push("w", [first, second])
+    out = mx.nd.zeros(4)
+    kv.pull("w", out=out)
+    return out
 
 
 def kvstore_sum():
@@ -92,20 +102,6 @@ def kvstore_rows():
     return [out.indices.asnumpy(), out.data.asnumpy()]
 
 
-def kvstore_compression():
-    kv = mx.kv.create("device")
-    kv.set_gradient_compression(
-        {"type": "2bit", "threshold": 0.5}
-    )
-    kv.init("w", mx.nd.zeros(4))
-    first = mx.nd.array([0.625, -0.5, 0.375, 0], mx.cpu(0))
-    second = mx.nd.zeros(4, mx.cpu(1))
-    kv.push("w", [first, second])
-    out = mx.nd.empty(4)
-    kv.pull("w", out=out)
-    return out
-
-
 def trainer_step(net, batches, loss_fn):
     trainer = gluon.Trainer(
         net.collect_params(), "sgd", {"learning_rate": 0.1}
@@ -147,7 +143,7 @@ def accumulation(net, batches, loss_fn):
         with autograd.record():
             loss = loss_fn(net(inputs), targets)
         loss.backward()
-    trainer.step(4 * 8)
+    trainer.step(4 * 16)
     for p in net.collect_params().values():
         p.zero_grad()
     return _weights(net)
@@ -157,7 +153,7 @@ def accumulation_without_add(net, batches, loss_fn):
     """Accumulation without `grad_req="add"`
 
     This idiom is in print and never worked: `grad_req` is `write` by default, so each backward pass overwrites the gradient
-    of the one before. The step below is that of the last 8 samples, divided by 32. Use the form above.
+    of the one before. The step below is that of the last 16 samples, divided by 64. Use the form above.
     """
     trainer = gluon.Trainer(
         net.collect_params(), "sgd", {"learning_rate": 0.1}
@@ -166,7 +162,7 @@ def accumulation_without_add(net, batches, loss_fn):
         with autograd.record():
             loss = loss_fn(net(inputs), targets)
         loss.backward()
-    trainer.step(4 * 8)
+    trainer.step(4 * 16)
     return _weights(net)
 
 
@@ -183,9 +179,7 @@ def several_devices(net, batches, loss_fn):
         xs = gluon.utils.split_and_load(inputs, devices)
         ys = gluon.utils.split_and_load(targets, devices)
         with autograd.record():
-            losses = [
-                loss_fn(net(x), y) for x, y in zip(xs, ys)
-            ]
+            losses = [loss_fn(net(x), y) for x, y in zip(xs, ys)]
         autograd.backward(losses)
         trainer.step(len(inputs))
     return [p.data(devices[0]) for p in (net.weight, net.bias)]
@@ -225,8 +219,8 @@ def parameters(net):
 
 
 def trainer_states(net, batches, loss_fn):
-    adam = {"learning_rate": 0.1}
-    trainer = gluon.Trainer(net.collect_params(), "adam", adam)
+    momentum = {"learning_rate": 0.1, "momentum": 0.9}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", momentum)
     for step, (inputs, targets) in enumerate(batches):
         with autograd.record():
             loss = loss_fn(net(inputs), targets)
@@ -238,7 +232,7 @@ def trainer_states(net, batches, loss_fn):
 
     # another process goes on with the third batch
     net.load_parameters("net.params")
-    trainer = gluon.Trainer(net.collect_params(), "adam", adam)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", momentum)
     trainer.load_states("trainer.states")
     for inputs, targets in batches[2:]:
         with autograd.record():
@@ -284,9 +278,7 @@ def record_file():
     for number in range(4):
         header = mx.recordio.IRHeader(0, number % 2, number, 0)
         image = png(picture(number))
-        writer.write_idx(
-            number, mx.recordio.pack(header, image)
-        )
+        writer.write_idx(number, mx.recordio.pack(header, image))
     writer.close()
 
     reader = mx.recordio.MXIndexedRecordIO(
@@ -341,7 +333,7 @@ def metric(net, batches):
 
 def module_fit():
     data = mx.io.NDArrayIter(
-        INPUTS, TARGETS, batch_size=8, label_name="targets"
+        INPUTS, TARGETS, batch_size=16, label_name="targets"
     )
     output = mx.sym.LinearRegressionOutput(
         mx.sym.FullyConnected(
@@ -377,7 +369,7 @@ def monitor():
     )
     module = mx.mod.Module(output, label_names=["targets"])
     data = mx.io.NDArrayIter(
-        INPUTS, TARGETS, batch_size=32, label_name="targets"
+        INPUTS, TARGETS, batch_size=64, label_name="targets"
     )
     module.bind(data.provide_data, data.provide_label)
     module.init_params(
@@ -395,9 +387,7 @@ def monitor():
 
 
 def profiler(net, batches, loss_fn):
-    mx.profiler.set_config(
-        profile_all=True, filename="profile.json"
-    )
+    mx.profiler.set_config(profile_all=True, filename="profile.json")
     mx.profiler.set_state("run")
     for inputs, targets in batches:
         with autograd.record():
