@@ -31,7 +31,10 @@ def given():
         return made["world"]
 
     def loader():
-        place = {"rank": world().rank, "world_size": world().world_size}
+        place = {
+            "rank": world().rank,
+            "world_size": world().world_size,
+        }
         return Loader(
             data, seed=0, global_batch=16, shuffle=False, **place
         )

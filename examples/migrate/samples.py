@@ -9,7 +9,9 @@ WEIGHT = np.array([[0.1, -0.2, 0.3]], np.float32)
 BIAS = np.array([0.05], np.float32)
 _random = np.random.RandomState(0)
 INPUTS = _random.normal(size=(64, 3)).astype(np.float32)
-TARGETS = (INPUTS.sum(axis=1, keepdims=True) > 0).astype(np.float32)
+TARGETS = (INPUTS.sum(axis=1, keepdims=True) > 0).astype(
+    np.float32
+)
 # two layers with a function in between
 UP = _random.normal(size=(8, 3)).astype(np.float32)
 DOWN = _random.normal(size=(1, 8)).astype(np.float32)
@@ -17,9 +19,14 @@ DOWN = _random.normal(size=(1, 8)).astype(np.float32)
 
 def parts(count):
     """``INPUTS`` and ``TARGETS`` in ``count`` equal parts."""
-    pairs = zip(np.split(INPUTS, count), np.split(TARGETS, count))
+    pairs = zip(
+        np.split(INPUTS, count),
+        np.split(TARGETS, count),
+        strict=True,
+    )
     return [
-        (inputs.copy(), targets.copy()) for inputs, targets in pairs
+        (inputs.copy(), targets.copy())
+        for inputs, targets in pairs
     ]
 
 

@@ -6,15 +6,21 @@ library's own Python (tests/peers/venvs.sh) it is run again.
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import migration
 import migration_pages
+import numpy as np
 import pytest
 from migration import ORIGINS, difference, functions, listed, recorded, run_after, run_before, tolerance
 from nursery import Nursery
+
+sys.path.append(str(migration.EXAMPLES))
+import samples
 
 RUNNABLE = [name for name, origin in ORIGINS.items() if origin.environment is not None]
 _known: dict[str, dict[str, Any]] = {}
@@ -67,3 +73,34 @@ def test_the_left_side_returns_what_is_recorded(origin: str, tmp_path: Path) -> 
     assert results.keys() == recorded(origin).keys()
     for name, result in results.items():
         require_equal(result, origin, name)
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_page_shows_the_code_that_runs(origin: str) -> None:
+    assert migration_pages.page_path(origin).read_text() == migration_pages.page(origin)
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_every_snippet_of_the_left_side_has_a_counterpart_or_says_why_not(origin: str) -> None:
+    before = {node.name: ast.get_docstring(node) for node in functions(origin, "before")}
+    after = {node.name: ast.get_docstring(node) for node in functions(origin, "after")}
+    assert after.keys() == {name for name, reason in before.items() if not reason}
+    assert all(text and "\n\n" in text for text in after.values())
+
+
+def test_accumulation_without_add_is_the_step_of_the_last_micro_batch() -> None:
+    """The idiom in print: a quarter of that step, and not the step of all four."""
+    results = recorded("mxnet")
+    start = np.append(samples.WEIGHT, samples.BIAS)
+    inputs, targets = samples.parts(4)[-1]
+    errors = inputs @ samples.WEIGHT.T + samples.BIAS - targets
+    step = np.append(errors.T @ inputs, errors.sum()) / 64
+    printed = np.array(list(migration.leaves(results["accumulation_without_add"])))
+    assert printed == pytest.approx(start - 0.1 * step, rel=1e-5)
+    assert difference(results["accumulation_without_add"], results["accumulation"], 1e-2)
+
+
+def test_a_difference_is_found() -> None:
+    assert difference([1.0, [2.0]], [1.0, [2.0 + 1e-6]], 1e-5) == ""
+    assert difference([1.0, [2.0]], [1.0, [2.1]], 1e-5) == "value 1: 2.0, expected 2.1"
+    assert difference([True], [False], 1e-5) and difference([1.0], [1.0, 2.0], 1e-5)

@@ -92,13 +92,20 @@ def recorded(origin: str) -> dict[str, Any]:
     return json.loads((RECORDS / f"{ORIGINS[origin].record or origin}.json").read_text())["results"]
 
 
-def run_after(origin: str, folder: Path, nursery: Nursery, *, ranks: int = 1, only: Sequence[str] = ()) -> dict[str, Any]:
+def run_after(
+    origin: str, folder: Path, nursery: Nursery, *, ranks: int = 1, only: Sequence[str] = ()
+) -> dict[str, Any]:
     """The results of after.py, of ``only`` or of all that are not slow, in this many processes."""
     port = free_port()
     children: list[Child] = []
     try:
         for rank in range(ranks):
-            facts = {"path": str(EXAMPLES / origin / "after.py"), "folder": str(folder), "slow": bool(only), "only": list(only)}
+            facts = {
+                "path": str(EXAMPLES / origin / "after.py"),
+                "folder": str(folder),
+                "slow": bool(only),
+                "only": list(only),
+            }
             environ = {} if ranks == 1 else ranks_environ(rank, ranks, port)
             log = folder / f"rank-{rank}.log"
             children.append(nursery.start("migration_run:main", facts, log=log, environ=environ))

@@ -92,4 +92,11 @@ def main(facts):
 
 if __name__ == "__main__":
     rest = sys.argv[3:]
-    sys.exit(run(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), "--slow" in rest, rest[-1].split(",") if "--only" in rest else ()))
+    sys.exit(
+        run(
+            Path(sys.argv[1]).resolve(),
+            Path(sys.argv[2]).resolve(),
+            "--slow" in rest,
+            rest[-1].split(",") if "--only" in rest else (),
+        )
+    )

@@ -31,8 +31,9 @@ def _weights(net):
 def prepare(net, data, objective):
     """`Accelerator`, `prepare`, `backward`
 
-    Nothing is wrapped; the loop is the trainer's, or `for step in run:`. `global_batch` is the batch of all processes, where
-    `batch_size` of Accelerate is that of one. A program that keeps its loop takes [the parts alone](own-loop.md).
+    Nothing is wrapped; the loop is the trainer's, or `for step in run:`. `global_batch` is the batch of all
+    processes, where `batch_size` of Accelerate is that of one. A program that keeps its loop takes [the parts
+    alone](own-loop.md).
     """
     trainer = Trainer(
         net,
@@ -56,7 +57,9 @@ def accumulate(net, data, objective):
     trainer = Trainer(
         net,
         DataLoader(data, batch_size=64),
-        PlanOptions(global_batch=64, micro_batch=8, precision="fp32"),
+        PlanOptions(
+            global_batch=64, micro_batch=8, precision="fp32"
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         options=TrainOptions(epochs=1),
@@ -91,8 +94,8 @@ def clipping(net, data, objective):
 def mixed_precision(net, data, objective):
     """`mixed_precision`, the configuration file
 
-    Settings are arguments, or a TOML file that `unisono train run.toml` reads ([Guide](guide.md)); there is no file in the user's home that
-    changes a run. `fp16` has a dynamic loss scale, `fp8` is for linear layers.
+    Settings are arguments, or a TOML file that `unisono train run.toml` reads ([Guide](guide.md)); there is no file
+    in the user's home that changes a run. `fp16` has a dynamic loss scale, `fp8` is for linear layers.
     """
     trainer = Trainer(
         net,
@@ -113,8 +116,9 @@ def mixed_precision(net, data, objective):
 def gather_for_metrics(net, data, objective):
     """`gather_for_metrics`
 
-    A metric is a sum over samples and a division. Sums are added over ranks, each sample counts once, and no outputs are
-    sent. `accuracy` and [others](guide.md#models-of-transformers-and-losses-of-torch) go by name; this one counts signs.
+    A metric is a sum over samples and a division. Sums are added over ranks, each sample counts once, and no outputs
+    are sent. `accuracy` and [others](guide.md#models-of-transformers-and-losses-of-torch) go by name; this one counts
+    signs.
     """
 
     def hits(outputs, batch, loss_sum, weight):
@@ -139,8 +143,8 @@ def gather_for_metrics(net, data, objective):
 def save_state(net, data, objective):
     """`save_state`, `load_state`, `skip_first_batches`
 
-    Saved and resumed without a call: the second trainer continues the folder of the first with the third batch, without
-    reading the batches before it.
+    Saved and resumed without a call: the second trainer continues the folder of the first with the third batch,
+    without reading the batches before it.
     """
 
     def train(steps):
@@ -149,7 +153,9 @@ def save_state(net, data, objective):
             DataLoader(data, batch_size=16),
             PlanOptions(global_batch=16, precision="fp32"),
             objective=objective,
-            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            optimizer=partial(
+                torch.optim.SGD, lr=0.1, momentum=0.9
+            ),
             options=TrainOptions(steps=steps),
             checkpoint=CheckpointOptions(every_steps=2),
             run_dir="run",

@@ -32,7 +32,9 @@ def prepare(net, data, loss_fn):
     accelerator = Accelerator(cpu=True)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8)
-    model, optimizer, loader = accelerator.prepare(net, sgd, loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd, loader
+    )
     for epoch in range(2):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -43,10 +45,14 @@ def prepare(net, data, loss_fn):
 
 
 def accumulate(net, data, loss_fn):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=4
+    )
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8)
-    model, optimizer, loader = accelerator.prepare(net, sgd, loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd, loader
+    )
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = loss_fn(model(inputs), targets)
@@ -60,7 +66,9 @@ def clipping(net, data, loss_fn):
     accelerator = Accelerator(cpu=True)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8)
-    model, optimizer, loader = accelerator.prepare(net, sgd, loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd, loader
+    )
     for inputs, targets in loader:
         optimizer.zero_grad()
         accelerator.backward(loss_fn(model(inputs), targets))
@@ -74,7 +82,9 @@ def mixed_precision(net, data, loss_fn):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8)
-    model, optimizer, loader = accelerator.prepare(net, sgd, loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd, loader
+    )
     for inputs, targets in loader:
         optimizer.zero_grad()
         accelerator.backward(loss_fn(model(inputs), targets))
@@ -101,7 +111,9 @@ def save_state(net, data, loss_fn):
     accelerator = Accelerator(cpu=True)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(data, batch_size=8)
-    model, optimizer, loader = accelerator.prepare(net, sgd, loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd, loader
+    )
     for step, (inputs, targets) in enumerate(loader):
         optimizer.zero_grad()
         accelerator.backward(loss_fn(model(inputs), targets))

@@ -36,7 +36,8 @@ def _weights(net):
 def start():
     """`init_process_group`
 
-    Under `python` there is one rank, under `torchrun`, `unisono launch`, SLURM or MPI all of the job. A `Trainer` joins them by itself.
+    Under `python` there is one rank, under `torchrun`, `unisono launch`, SLURM or MPI all of the job. A `Trainer`
+    joins them by itself.
     """
     job = job_from_environ(os.environ)
     world = join_world(job, device_type="cpu", timeout_s=60)
@@ -49,8 +50,9 @@ def start():
 def loop(net, data, objective):
     """`DistributedDataParallel`, `DistributedSampler`, `set_epoch`
 
-    The order of the samples is a function of the step, so neither sampler nor `set_epoch` is needed. `global_batch` is the batch of all
-    processes. Without the `DataLoader`, samples are shuffled by the run's seed: `Trainer(net, data, …)`.
+    The order of the samples is a function of the step, so neither sampler nor `set_epoch` is needed. `global_batch`
+    is the batch of all processes. Without the `DataLoader`, samples are shuffled by the run's seed: `Trainer(net,
+    data, …)`.
     """
     trainer = Trainer(
         net,
@@ -68,8 +70,9 @@ def loop(net, data, objective):
 def accumulation(net, loader, loss_fn, world):
     """`no_sync`, accumulation
 
-    Each `backward` adds to the step, `step` sends. Nothing is divided by the number of passes: each has its weight. With `last=True`
-    the gradients are sent while the last pass runs. A `Trainer` needs `global_batch` and `micro_batch` alone.
+    Each `backward` adds to the step, `step` sends. Nothing is divided by the number of passes: each has its weight.
+    With `last=True` the gradients are sent while the last pass runs. A `Trainer` needs `global_batch` and
+    `micro_batch` alone.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = GuardedOptimizer(net, sgd, world)
@@ -116,8 +119,8 @@ def mean_over_ranks(net, loader, loss_fn, world):
 def grad_scaler(net, loader, loss_fn, world):
     """`GradScaler`, `unscale_`
 
-    The same rule, without `unscale_`: clipping sees the true norm. A skipped step is skipped on all ranks, and `done.skipped` says so. A
-    `Trainer` has `PlanOptions(precision="fp16")`.
+    The same rule, without `unscale_`: clipping sees the true norm. A skipped step is skipped on all ranks, and
+    `done.skipped` says so. A `Trainer` has `PlanOptions(precision="fp16")`.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = LossScaler(
@@ -160,8 +163,8 @@ def mixed_precision(net, loader, loss_fn, world):
 def checkpoint(net, loader, loss_fn, world):
     """`torch.save`, `torch.load`
 
-    A checkpoint commits as a whole, is verified when it is read, and has the random generators of each rank. The loader goes on at
-    the step. A `Trainer` saves and resumes by itself.
+    A checkpoint commits as a whole, is verified when it is read, and has the random generators of each rank. The
+    loader goes on at the step. A `Trainer` saves and resumes by itself.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     optimizer = GuardedOptimizer(net, sgd, world)
@@ -189,13 +192,15 @@ def checkpoint(net, loader, loss_fn, world):
 def sharded(deep_net, data, objective):
     """`fully_shard`
 
-    ZeRO 3 of each block. The model is given as a function, and each rank builds its shards only. `zero=1` and `zero=2` shard less,
-    `tp`, `pp` and `cp` split the model ([Plans](plans.md)).
+    ZeRO 3 of each block. The model is given as a function, and each rank builds its shards only. `zero=1` and
+    `zero=2` shard less, `tp`, `pp` and `cp` split the model ([Plans](plans.md)).
     """
     with Trainer(
         deep_net,
         DataLoader(data, batch_size=16),
-        PlanOptions(global_batch=16, precision="fp32", dp_shard=2),
+        PlanOptions(
+            global_batch=16, precision="fp32", dp_shard=2
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.01),
         options=TrainOptions(epochs=1),

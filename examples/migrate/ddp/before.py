@@ -4,7 +4,9 @@ import torch
 import torch.distributed as dist
 from nets import deep, dense
 from samples import INPUTS, TARGETS
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import (
@@ -152,7 +154,10 @@ def checkpoint(net, loader, loss_fn):
         loss_fn(model(inputs), targets).backward()
         sgd.step()
         if step == 1 and dist.get_rank() == 0:
-            state = {"net": net.state_dict(), "sgd": sgd.state_dict()}
+            state = {
+                "net": net.state_dict(),
+                "sgd": sgd.state_dict(),
+            }
             torch.save(state, "checkpoint.pt")
     dist.barrier()
 
@@ -171,7 +176,9 @@ def checkpoint(net, loader, loss_fn):
 
 def compression(net, loader, loss_fn):
     model = DDP(net)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    model.register_comm_hook(
+        None, default_hooks.fp16_compress_hook
+    )
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for inputs, targets in loader:
         sgd.zero_grad()

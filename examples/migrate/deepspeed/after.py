@@ -32,7 +32,8 @@ def _weights(net):
 def initialize(net, data, objective):
     """`initialize`, `engine.backward`, `engine.step`
 
-    `train_batch_size` is `global_batch`. The number of processes is not in the settings, so it can change between two attempts.
+    `train_batch_size` is `global_batch`. The number of processes is not in the settings, so it can change between two
+    attempts.
     """
     trainer = Trainer(
         net,
@@ -51,13 +52,15 @@ def initialize(net, data, objective):
 def accumulation(net, data, objective):
     """The three batch sizes
 
-    Two numbers are given, `gradient_accumulation_steps` follows from them and from the number of ranks. A batch need not be a multiple
-    of anything.
+    Two numbers are given, `gradient_accumulation_steps` follows from them and from the number of ranks. A batch need
+    not be a multiple of anything.
     """
     trainer = Trainer(
         net,
         DataLoader(data, batch_size=64),
-        PlanOptions(global_batch=64, micro_batch=8, precision="fp32"),
+        PlanOptions(
+            global_batch=64, micro_batch=8, precision="fp32"
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         options=TrainOptions(epochs=1),
@@ -73,9 +76,9 @@ def accumulation(net, data, objective):
 def zero(deep_net, data, objective):
     """`zero_optimization`
 
-    The stages have the same numbers; any optimizer of torch can be sharded. `dp_shard` is the number of ranks that share one copy, 0 is all of
-    them, and fewer than all is what MiCS and `zero_hpz_partition_size` do. Predict time and memory before with
-    [`unisono plan`](plans.md).
+    The stages have the same numbers; any optimizer of torch can be sharded. `dp_shard` is the number of ranks that
+    share one copy, 0 is all of them, and fewer than all is what MiCS and `zero_hpz_partition_size` do. Predict time
+    and memory before with [`unisono plan`](plans.md).
     """
     with Trainer(
         deep_net,
@@ -96,7 +99,8 @@ def bf16(net, data, objective):
     """`bf16`, `torch_autocast`, `fp16`
 
     Mixed precision: parameters and sums stay fp32. `fp16` has a dynamic loss scale; its first value is
-    `TrainOptions(loss_scale=…)`, and `hysteresis` and `min_loss_scale` have no counterpart: the scale falls at each overflow, to 1 at the least.
+    `TrainOptions(loss_scale=…)`, and `hysteresis` and `min_loss_scale` have no counterpart: the scale falls at each
+    overflow, to 1 at the least.
     """
     trainer = Trainer(
         net,
@@ -117,8 +121,8 @@ def bf16(net, data, objective):
 def checkpoint(net, data, objective):
     """`save_checkpoint`, `load_checkpoint`
 
-    Saved by all ranks and resumed without a call, also on another number of ranks or under another plan: nothing is converted, and
-    `zero_to_fp32.py` is `unisono checkpoint export`.
+    Saved by all ranks and resumed without a call, also on another number of ranks or under another plan: nothing is
+    converted, and `zero_to_fp32.py` is `unisono checkpoint export`.
     """
 
     def train(steps):
@@ -127,7 +131,9 @@ def checkpoint(net, data, objective):
             DataLoader(data, batch_size=16),
             PlanOptions(global_batch=16, precision="fp32"),
             objective=objective,
-            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            optimizer=partial(
+                torch.optim.SGD, lr=0.1, momentum=0.9
+            ),
             options=TrainOptions(steps=steps),
             checkpoint=CheckpointOptions(every_steps=2),
             run_dir="run",

@@ -34,8 +34,8 @@ def _weights(net):
 def start():
     """`init`, `rank`, `size`
 
-    A `Trainer` joins the ranks by itself. `horovodrun -np 2 python train.py` becomes `unisono launch -n 2 -- python train.py`;
-    [Launching](launching.md) has hosts files, MPI and SLURM.
+    A `Trainer` joins the ranks by itself. `horovodrun -np 2 python train.py` becomes `unisono launch -n 2 -- python
+    train.py`; [Launching](launching.md) has hosts files, MPI and SLURM.
     """
     job = job_from_environ(os.environ)
     world = join_world(job, device_type="cpu", timeout_s=60)
@@ -48,8 +48,8 @@ def start():
 def loop(net, data, objective):
     """`DistributedOptimizer`, `broadcast_parameters`
 
-    Rank 0's parameters go to all ranks when the run begins, and the optimizer's state comes from a checkpoint on all of them.
-    `global_batch` is the batch of all processes.
+    Rank 0's parameters go to all ranks when the run begins, and the optimizer's state comes from a checkpoint on all
+    of them. `global_batch` is the batch of all processes.
     """
     trainer = Trainer(
         net,
@@ -95,7 +95,8 @@ def clipping(net, loader, loss_fn, world):
 def mean_over_ranks(net, loader, loss_fn, world):
     """`allreduce` of a metric
 
-    The step returns the loss over all ranks. A `Trainer` has [metrics](guide.md#a-training-script), which are sums over all ranks.
+    The step returns the loss over all ranks. A `Trainer` has [metrics](guide.md#a-training-script), which are sums
+    over all ranks.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = GuardedOptimizer(net, sgd, world)
@@ -134,9 +135,9 @@ def compression(net, data, objective):
 def checkpoint(net, loader, loss_fn, world):
     """`elastic.run`, `TorchState`
 
-    The state is on disk, not in memory: `unisono launch` restarts the ranks after a failure, and the loop goes on at the last
-    checkpoint, with the same samples. The number of ranks can change between two starts. Workers that come and go while the job
-    runs are those of [`--elastic`](launching.md#leaving-and-joining), with parameter servers.
+    The state is on disk, not in memory: `unisono launch` restarts the ranks after a failure, and the loop goes on at
+    the last checkpoint, with the same samples. The number of ranks can change between two starts. Workers that come
+    and go while the job runs are those of [`--elastic`](launching.md#leaving-and-joining), with parameter servers.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     optimizer = GuardedOptimizer(net, sgd, world)

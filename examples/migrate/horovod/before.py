@@ -82,7 +82,8 @@ def adasum(net):
     """`Adasum`
 
     No counterpart. It lets many workers keep the learning rate of one. Scale the rate instead, with a warm-up
-    (`ScheduleOptions(warmup_steps=…)`), or use LAMB or LARS (`OptimOptions(kind="lamb")`), which adapt the step of each layer.
+    (`ScheduleOptions(warmup_steps=…)`), or use LAMB or LARS (`OptimOptions(kind="lamb")`), which adapt the step of
+    each layer.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(

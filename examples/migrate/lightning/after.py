@@ -30,8 +30,9 @@ def _weights(net):
 def fit(net, data, objective):
     """`LightningModule`, `Trainer(devices, strategy)`
 
-    The model is a plain `nn.Module`: `training_step` becomes the objective, `configure_optimizers` the optimizer and the schedule. `devices` is the
-    number of processes that [`unisono launch -n`](launching.md) starts. `ddp` is what several processes do; `fsdp` is `dp_shard=0`.
+    The model is a plain `nn.Module`: `training_step` becomes the objective, `configure_optimizers` the optimizer and
+    the schedule. `devices` is the number of processes that [`unisono launch -n`](launching.md) starts. `ddp` is what
+    several processes do; `fsdp` is `dp_shard=0`.
     """
     trainer = Trainer(
         net,
@@ -54,7 +55,9 @@ def accumulation(net, data, objective):
     trainer = Trainer(
         net,
         DataLoader(data, batch_size=32),
-        PlanOptions(global_batch=32, micro_batch=16, precision="fp32"),
+        PlanOptions(
+            global_batch=32, micro_batch=16, precision="fp32"
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         clip_norm=0.1,
@@ -68,8 +71,8 @@ def accumulation(net, data, objective):
 def precision(net, data, objective):
     """`precision`
 
-    `bf16`, `fp16` (with a loss scale) and `fp8` are mixed: parameters stay fp32. There is no counterpart of `bf16-true` and `64-true`: convert the
-    model before, `net.bfloat16()`, and train it in a loop of your own.
+    `bf16`, `fp16` (with a loss scale) and `fp8` are mixed: parameters stay fp32. There is no counterpart of
+    `bf16-true` and `64-true`: convert the model before, `net.bfloat16()`, and train it in a loop of your own.
     """
     trainer = Trainer(
         net,
@@ -90,8 +93,9 @@ def precision(net, data, objective):
 def callbacks(net, data, objective):
     """`EarlyStopping`, `ModelCheckpoint`
 
-    Settings of the run. `run.best` is the checkpoint with the lowest held-out loss. `LearningRateMonitor` and `TQDMProgressBar` are always
-    on; callbacks of your own are the body of `for step in run:`, or [observers](guide.md#observers).
+    Settings of the run. `run.best` is the checkpoint with the lowest held-out loss. `LearningRateMonitor` and
+    `TQDMProgressBar` are always on; callbacks of your own are the body of `for step in run:`, or
+    [observers](guide.md#observers).
     """
     with Trainer(
         net,
@@ -130,7 +134,9 @@ def resume(net, data, objective):
             DataLoader(data, batch_size=16),
             PlanOptions(global_batch=16, precision="fp32"),
             objective=objective,
-            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            optimizer=partial(
+                torch.optim.SGD, lr=0.1, momentum=0.9
+            ),
             options=TrainOptions(epochs=epochs),
             run_dir="run",
         ).fit()

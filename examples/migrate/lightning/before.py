@@ -1,6 +1,5 @@
 """Idioms of Lightning 2.6; after.py has the same under the same names."""
 
-import glob
 import warnings
 
 import lightning as L
@@ -47,7 +46,9 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(
-            self.net.parameters(), lr=self.lr, momentum=self.momentum
+            self.net.parameters(),
+            lr=self.lr,
+            momentum=self.momentum,
         )
 
 
@@ -131,12 +132,16 @@ def callbacks(module, data):
 
 def resume(module, data):
     module.momentum = 0.9
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False
+    )
     trainer.fit(module, DataLoader(data, batch_size=16))
     trainer.save_checkpoint("last.ckpt")
 
     # another process trains two epochs more
-    trainer = L.Trainer(max_epochs=3, accelerator="cpu", logger=False)
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False
+    )
     trainer.fit(
         module,
         DataLoader(data, batch_size=16),

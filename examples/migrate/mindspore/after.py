@@ -147,7 +147,9 @@ def accumulation(net, data, objective):
     Trainer(
         net,
         DataLoader(data, batch_size=64),
-        PlanOptions(global_batch=64, micro_batch=16, precision="fp32"),
+        PlanOptions(
+            global_batch=64, micro_batch=16, precision="fp32"
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         options=TrainOptions(steps=1),
@@ -159,7 +161,8 @@ def accumulation(net, data, objective):
 def parameter_groups(net, data, objective):
     """Groups of parameters
 
-    `optimizer=` takes patterns of names. With `OptimOptions(groups=…)` groups have factors of the rate and decays of their own.
+    `optimizer=` takes patterns of names. With `OptimOptions(groups=…)` groups have factors of the rate and decays of
+    their own.
     """
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     Trainer(
@@ -180,7 +183,8 @@ def parameter_groups(net, data, objective):
 def schedule():
     """Learning rates
 
-    A schedule is a function of the step; a `Trainer` takes the options, a scheduler of torch, or a function of your own.
+    A schedule is a function of the step; a `Trainer` takes the options, a scheduler of torch, or a function of your
+    own.
     """
     cosine = ScheduleOptions(kind="cosine", final_lr_frac=0.1)
     rate = build_schedule(cosine, total_steps=20, lr=0.1)
@@ -191,12 +195,15 @@ def schedule():
 def jit(net, data, objective):
     """`ms.jit`
 
-    `compile="regional"` compiles each distinct block once. There is no graph mode to write for: what cannot be compiled runs eagerly.
+    `compile="regional"` compiles each distinct block once. There is no graph mode to write for: what cannot be
+    compiled runs eagerly.
     """
     with Trainer(
         net,
         DataLoader(data, batch_size=16),
-        PlanOptions(global_batch=16, precision="fp32", compile="model"),
+        PlanOptions(
+            global_batch=16, precision="fp32", compile="model"
+        ),
         objective=objective,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         options=TrainOptions(epochs=1),
@@ -212,8 +219,8 @@ def jit(net, data, objective):
 def loss_scaler(net, loader, loss_fn, world):
     """`DynamicLossScaler`
 
-    The rule is the same: half after an overflow, twice after `growth_interval` clean steps. The step is skipped on the
-    device, without a wait, and on all ranks if one overflows.
+    The rule is the same: half after an overflow, twice after `growth_interval` clean steps. The step is skipped on
+    the device, without a wait, and on all ranks if one overflows.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = LossScaler(
@@ -235,8 +242,9 @@ def loss_scaler(net, loader, loss_fn, world):
 def build_train_network(net, loader, loss_fn, world):
     """`amp.build_train_network`, `FixedLossScaleManager`
 
-    MindSpore's optimizer must be told the scale too; here nothing else is. Levels `O1` to `O3` are `PlanOptions(precision="fp16")` or
-    `"bf16"` of a `Trainer`, or [`autocast`](own-loop.md): weights stay fp32, as with `O1`.
+    MindSpore's optimizer must be told the scale too; here nothing else is. Levels `O1` to `O3` are
+    `PlanOptions(precision="fp16")` or `"bf16"` of a `Trainer`, or [`autocast`](own-loop.md): weights stay fp32, as
+    with `O1`.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = LossScaler(
@@ -256,8 +264,8 @@ def build_train_network(net, loader, loss_fn, world):
 def model_train(net, data, objective):
     """`Model.train`, `LossMonitor`, `TimeMonitor`, `CheckpointConfig`
 
-    The console shows loss and time. Started again, the same program resumes from its newest checkpoint. Callbacks of your own
-    are the body of `for step in run:`, or [`callbacks`](guide.md#observers), which only read.
+    The console shows loss and time. Started again, the same program resumes from its newest checkpoint. Callbacks of
+    your own are the body of `for step in run:`, or [`callbacks`](guide.md#observers), which only read.
     """
     Trainer(
         net,
@@ -326,8 +334,8 @@ def profiler(net, data, objective):
 def data_parallel(net, data, objective):
     """`set_auto_parallel_context(parallel_mode="data_parallel")`, `msrun`
 
-    `unisono launch -n 2 -- python train.py` starts the processes. The trainer joins them, and each takes its share of a batch
-    of 8. Gradients are divided by the weight of the batch, so there is no `gradients_mean`.
+    `unisono launch -n 2 -- python train.py` starts the processes. The trainer joins them, and each takes its share of
+    a batch of 8. Gradients are divided by the weight of the batch, so there is no `gradients_mean`.
     """
     Trainer(
         net,
@@ -344,8 +352,8 @@ def data_parallel(net, data, objective):
 def parallel_optimizer(deep_net, data):
     """`enable_parallel_optimizer`
 
-    ZeRO: stage 1 shards the optimizer's state, 2 gradients too, 3 parameters too. `optimizer_weight_shard_size` is `dp_shard`. A plan
-    that shards takes a function that builds the model.
+    ZeRO: stage 1 shards the optimizer's state, 2 gradients too, 3 parameters too. `optimizer_weight_shard_size` is
+    `dp_shard`. A plan that shards takes a function that builds the model.
     """
     plan = PlanOptions(
         global_batch=16, precision="fp32", dp_shard=2, zero=1
@@ -394,8 +402,8 @@ def layout(deep_net, data):
 def auto_parallel(deep_net, data):
     """`auto_parallel`
 
-    `unisono plan` searches layouts for a model and a machine, with predicted time and memory
-    ([Plans](plans.md)), and writes one as a strategy file. It is a step of its own: nothing is chosen while a run starts.
+    `unisono plan` searches layouts for a model and a machine, with predicted time and memory ([Plans](plans.md)), and
+    writes one as a strategy file. It is a step of its own: nothing is chosen while a run starts.
     """
     plan = PlanOptions(global_batch=16, precision="fp32")
     return _losses(deep_net, data, plan)
@@ -404,8 +412,8 @@ def auto_parallel(deep_net, data):
 def pipeline(deep_net, data):
     """`pipeline_stages`
 
-    The blocks are cut into stages of about equal work. `schedule` is `1f1b`, `gpipe`, `interleaved` or `zbv`; `PipelineCell`'s number of
-    micro-batches follows from the two batches.
+    The blocks are cut into stages of about equal work. `schedule` is `1f1b`, `gpipe`, `interleaved` or `zbv`;
+    `PipelineCell`'s number of micro-batches follows from the two batches.
     """
     plan = PlanOptions(
         global_batch=16, micro_batch=4, precision="fp32", pp=2
@@ -430,8 +438,8 @@ def recompute(deep_net, data):
 def generator_dataset():
     """`GeneratorDataset` with `num_shards`
 
-    A list or a data set of torch is data. Each step is shared among the ranks, so the samples of a step do not depend on
-    their number; MindSpore gives each process a fixed share of the data set.
+    A list or a data set of torch is data. Each step is shared among the ranks, so the samples of a step do not depend
+    on their number; MindSpore gives each process a fixed share of the data set.
     """
     squares = from_map_style(
         [{"x": float(x), "y": float(x**2)} for x in range(16)]
@@ -439,7 +447,11 @@ def generator_dataset():
     shards = []
     for rank in range(2):
         loader = Loader(
-            squares, seed=0, global_batch=8, rank=rank, world_size=2
+            squares,
+            seed=0,
+            global_batch=8,
+            rank=rank,
+            world_size=2,
         )
         shards.append([rows["y"] for rows in loader])
         loader.close()

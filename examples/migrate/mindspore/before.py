@@ -9,7 +9,6 @@ from mindspore import amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.mindrecord import FileWriter
 from mindspore.train import (
-    Accuracy,
     CheckpointConfig,
     LossMonitor,
     Model,
@@ -17,7 +16,6 @@ from mindspore.train import (
     TimeMonitor,
 )
 from samples import BIAS, DOWN, INPUTS, TARGETS, UP, WEIGHT, parts
-
 
 # what needs several processes: msrun
 TOGETHER = ("data_parallel",)
@@ -32,7 +30,9 @@ def given():
 
     def loss_fn():
         mse = nn.MSELoss()
-        return lambda outputs, targets: 0.5 * mse(outputs, targets)
+        return lambda outputs, targets: (
+            0.5 * mse(outputs, targets)
+        )
 
     def rows():
         """rows.mindrecord of 32 samples."""
@@ -46,7 +46,7 @@ def given():
         writer.write_raw_data(
             [
                 {"inputs": x, "label": int(y[0])}
-                for x, y in zip(INPUTS, TARGETS)
+                for x, y in zip(INPUTS, TARGETS, strict=True)
             ]
         )
         writer.commit()
@@ -58,7 +58,9 @@ def given():
         "batches": batches,
         "loss_fn": loss_fn,
         "data": lambda: ds.NumpySlicesDataset(
-            (INPUTS, TARGETS), ["inputs", "targets"], shuffle=False
+            (INPUTS, TARGETS),
+            ["inputs", "targets"],
+            shuffle=False,
         ),
         "HalfSquare": lambda: HalfSquare,
         "rows": rows,
@@ -75,7 +77,9 @@ class Block(nn.Cell):
         super().__init__()
         down = 0.1 * np.tile(DOWN, (3, 1))
         self.up = nn.Dense(3, 8, ms.Tensor(UP), has_bias=False)
-        self.down = nn.Dense(8, 3, ms.Tensor(down), has_bias=False)
+        self.down = nn.Dense(
+            8, 3, ms.Tensor(down), has_bias=False
+        )
 
     def construct(self, x):
         return x + self.down(ops.relu(self.up(x)))
@@ -100,7 +104,9 @@ def _losses(net, batches, HalfSquare):
     """The losses of training; in one process none of the settings above acts."""
     ms.reset_auto_parallel_context()
     sgd = nn.SGD(net.trainable_params(), learning_rate=0.01)
-    step = nn.TrainOneStepCell(nn.WithLossCell(net, HalfSquare()), sgd)
+    step = nn.TrainOneStepCell(
+        nn.WithLossCell(net, HalfSquare()), sgd
+    )
     return [step(inputs, targets) for inputs, targets in batches]
 
 
@@ -267,7 +273,9 @@ def loss_scaler(net, batches, loss_fn):
 
 def build_train_network(net, batches, HalfSquare):
     sgd = nn.SGD(
-        net.trainable_params(), learning_rate=0.1, loss_scale=128.0
+        net.trainable_params(),
+        learning_rate=0.1,
+        loss_scale=128.0,
     )
     manager = amp.FixedLossScaleManager(
         128.0, drop_overflow_update=False
@@ -290,7 +298,9 @@ def jit(net, batches, loss_fn):
     def forward(inputs, targets):
         return loss_fn(net(inputs), targets)
 
-    gradients_of = ms.value_and_grad(forward, None, sgd.parameters)
+    gradients_of = ms.value_and_grad(
+        forward, None, sgd.parameters
+    )
 
     @ms.jit
     def step(inputs, targets):
@@ -298,7 +308,9 @@ def jit(net, batches, loss_fn):
         sgd(gradients)
         return loss
 
-    losses = [step(inputs, targets) for inputs, targets in batches]
+    losses = [
+        step(inputs, targets) for inputs, targets in batches
+    ]
     return [losses, _weights(net)]
 
 
@@ -336,7 +348,9 @@ def parallel_optimizer(deep_net, batches, HalfSquare):
 
 
 def shard(deep_net, batches, HalfSquare):
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    ms.set_auto_parallel_context(
+        parallel_mode="semi_auto_parallel"
+    )
     net = deep_net()
     for block in net.blocks:
         block.up.matmul.shard(((1, 1), (2, 1)))
@@ -413,7 +427,9 @@ def mind_dataset(rows):
         columns_list=["inputs", "label"],
         shuffle=False,
     )
-    batches = data.batch(16).create_dict_iterator(output_numpy=True)
+    batches = data.batch(16).create_dict_iterator(
+        output_numpy=True
+    )
     first = next(batches)
     return [first["inputs"], first["label"]]
 

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import given as common
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from samples import INPUTS, WEIGHT, picture, png
@@ -14,7 +13,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from unisono import (
-    CheckpointOptions,
     GuardedOptimizer,
     Loader,
     LoaderOptions,
@@ -85,8 +83,8 @@ def _weights(net):
 def kvstore_sum():
     """`create`, `init`, `push`, `pull`
 
-    A push of a list is the sum over its devices, and with `dist_sync` over the workers too. Calls return at once; `wait()`
-    returns the value or raises the error, where MXNet raises it at the next read of an array.
+    A push of a list is the sum over its devices, and with `dist_sync` over the workers too. Calls return at once;
+    `wait()` returns the value or raises the error, where MXNet raises it at the next read of an array.
     """
     store = create_kvstore("local")
     store.init(3, torch.zeros(2))
@@ -100,11 +98,14 @@ def kvstore_optimizer():
     """`set_optimizer`
 
     By name and constants, not as an object: servers execute nothing that is sent to them. `kvstore='dist_sync'` and
-    `dist_async` take the same call. Only matrices decay with `weight_decay`; MXNet's `wd` is for all unless `wd_mult` is 0.
+    `dist_async` take the same call. Only matrices decay with `weight_decay`; MXNet's `wd` is for all unless `wd_mult`
+    is 0.
     """
     store = create_kvstore("local")
     store.init("weight", torch.from_numpy(WEIGHT))
-    store.set_optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
+    store.set_optimizer(
+        "sgd", lr=0.1, momentum=0.9, weight_decay=0.0
+    )
     for _ in range(3):
         store.push("weight", torch.ones(1, 3))
         out = store.pull("weight").wait()
@@ -133,13 +134,15 @@ def kvstore_updater():
 def kvstore_rows():
     """`row_sparse_pull`
 
-    The store keeps a dense tensor; a push of `(ids, rows)` and a pull of rows send these rows alone. There is no sparse
-    storage type.
+    The store keeps a dense tensor; a push of `(ids, rows)` and a pull of rows send these rows alone. There is no
+    sparse storage type.
     """
     table = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
     store = create_kvstore("local")
     store.init("table", table)
-    rows = store.row_sparse_pull("table", torch.tensor([3, 1])).wait()
+    rows = store.row_sparse_pull(
+        "table", torch.tensor([3, 1])
+    ).wait()
     store.close()
     return [rows.ids, rows.values]
 
@@ -147,8 +150,9 @@ def kvstore_rows():
 def kvstore_compression(world):
     """`set_gradient_compression`
 
-    The codes are MXNet's, bit for bit, and so is the residual. Kinds that send nothing refuse a codec, where MXNet's `local`
-    ignores it. There are [more codecs](compression.md#codecs); a `Trainer` takes `PlanOptions(compression="2bit:0.5")`.
+    The codes are MXNet's, bit for bit, and so is the residual. Kinds that send nothing refuse a codec, where MXNet's
+    `local` ignores it. There are [more codecs](compression.md#codecs); a `Trainer` takes
+    `PlanOptions(compression="2bit:0.5")`.
     """
     store = create_kvstore("dist_sync", world)
     store.set_compression("2bit:0.5")
@@ -167,8 +171,8 @@ def kvstore_compression(world):
 def trainer_step(net, loader, loss_fn, world):
     """`Trainer.step(batch_size)`
 
-    `step` of MXNet divides the sum of the gradients by the number that it is given. Here each backward pass says how many
-    samples it has, and the step divides by those of all ranks. The gradients are zero after it.
+    `step` of MXNet divides the sum of the gradients by the number that it is given. Here each backward pass says how
+    many samples it has, and the step divides by those of all ranks. The gradients are zero after it.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = GuardedOptimizer(net, sgd, world)
@@ -197,7 +201,8 @@ def trainer_clipping(net, loader, loss_fn, world):
 def accumulation(net, loader, loss_fn, world):
     """Accumulation with `grad_req="add"`
 
-    Backward passes add up until `step`. A `Trainer` needs no code for it: `PlanOptions(global_batch=64, micro_batch=16)`.
+    Backward passes add up until `step`. A `Trainer` needs no code for it: `PlanOptions(global_batch=64,
+    micro_batch=16)`.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = GuardedOptimizer(net, sgd, world)
@@ -211,8 +216,8 @@ def accumulation(net, loader, loss_fn, world):
 def several_devices(net, data, loss_fn, world):
     """`split_and_load`, kvstore `device`
 
-    One process for each device: `unisono launch -n 2 -- python train.py`. The loader gives each rank its share of a batch of 16,
-    and the result is that of one device.
+    One process for each device: `unisono launch -n 2 -- python train.py`. The loader gives each rank its share of a
+    batch of 16, and the result is that of one device.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = GuardedOptimizer(net, sgd, world)
@@ -234,9 +239,9 @@ def several_devices(net, data, loss_fn, world):
 def scheduler(net, loader, loss_fn, world):
     """`lr_scheduler`
 
-    A scheduler of torch, called after each step. With momentum results differ while the rate changes: MXNet multiplies the
-    rate into the momentum buffer. `MultiFactorScheduler` is `MultiStepLR`, `PolyScheduler` and `CosineScheduler` are
-    `ScheduleOptions(kind="polynomial")` and `"cosine"` of a `Trainer`, with `warmup_steps`.
+    A scheduler of torch, called after each step. With momentum results differ while the rate changes: MXNet
+    multiplies the rate into the momentum buffer. `MultiFactorScheduler` is `MultiStepLR`, `PolyScheduler` and
+    `CosineScheduler` are `ScheduleOptions(kind="polynomial")` and `"cosine"` of a `Trainer`, with `warmup_steps`.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = StepLR(sgd, step_size=2, gamma=0.5)
@@ -283,8 +288,9 @@ def parameters(net):
 def trainer_states(net, loader, loss_fn, world):
     """`save_states`, `load_states`
 
-    One checkpoint has the network, the optimizer, the position in the data and the random generators, of all ranks. It is
-    written in the background, commits as a whole and is verified when it is read. MXNet leaves the position to the program.
+    One checkpoint has the network, the optimizer, the position in the data and the random generators, of all ranks.
+    It is written in the background, commits as a whole and is verified when it is read. MXNet leaves the position to
+    the program.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     trainer = GuardedOptimizer(net, sgd, world)
@@ -310,14 +316,16 @@ def trainer_states(net, loader, loss_fn, world):
 def hybridize(net, data, objective):
     """`hybridize`, `static_alloc`
 
-    `compile="regional"` compiles each distinct block once. There is no `static_alloc`: memory is planned by torch's allocator.
-    In a loop of your own, `torch.compile(net)` goes before `GuardedOptimizer`.
+    `compile="regional"` compiles each distinct block once. There is no `static_alloc`: memory is planned by torch's
+    allocator. In a loop of your own, `torch.compile(net)` goes before `GuardedOptimizer`.
     """
     sgd = partial(torch.optim.SGD, lr=0.1)
     trainer = Trainer(
         net,
         DataLoader(data, batch_size=16),
-        PlanOptions(global_batch=16, precision="fp32", compile="model"),
+        PlanOptions(
+            global_batch=16, precision="fp32", compile="model"
+        ),
         objective=objective,
         optimizer=sgd,
         options=TrainOptions(epochs=1),
@@ -330,7 +338,8 @@ def hybridize(net, data, objective):
 def export(net):
     """`export`, `SymbolBlock.imports`
 
-    torch's own exporter writes graph and weights. `run.export(folder)` of a `Trainer` writes the weights as safetensors.
+    torch's own exporter writes graph and weights. `run.export(folder)` of a `Trainer` writes the weights as
+    safetensors.
     """
     inputs = torch.from_numpy(INPUTS)
     program = torch.export.export(net, (inputs,))
@@ -363,8 +372,8 @@ def record_file():
 def image_record_iter(photos):
     """`ImageRecordIter`
 
-    Means and deviations are of values from 0 to 1. `CenterCrop(share=0.5)` is the middle half of each side. The loader decodes in as many
-    workers as help; `part_index` and `num_parts` are `rank` and `world_size`.
+    Means and deviations are of values from 0 to 1. `CenterCrop(share=0.5)` is the middle half of each side. The
+    loader decodes in as many workers as help; `part_index` and `num_parts` are `rank` and `world_size`.
     """
     augment = Augment(
         size=(8, 8),
@@ -388,8 +397,8 @@ def image_record_iter(photos):
 def image_record_dataset(photos):
     """`ImageRecordDataset`, `DataLoader`
 
-    A `Loader` shuffles, shares batches among ranks and resumes; `transform` gets each sample and a random generator of its own.
-    A list or a data set of torch may take the place of the records.
+    A `Loader` shuffles, shares batches among ranks and resumes; `transform` gets each sample and a random generator
+    of its own. A list or a data set of torch may take the place of the records.
     """
     augment = Augment(
         size=(16, 16),
@@ -444,8 +453,8 @@ def metric(net, data, objective):
 def module_fit(net, data, objective):
     """`Module.fit`, `Estimator.fit`
 
-    The loop is the trainer's. `num_epoch` is `epochs`; `epoch_end_callback=do_checkpoint(…)` is not needed, a run is saved and
-    resumes by itself; `eval_data` and `metrics` are arguments; `Speedometer` is the console.
+    The loop is the trainer's. `num_epoch` is `epochs`; `epoch_end_callback=do_checkpoint(…)` is not needed, a run is
+    saved and resumes by itself; `eval_data` and `metrics` are arguments; `Speedometer` is the console.
     """
     sgd = partial(torch.optim.SGD, lr=0.1)
     trainer = Trainer(
@@ -468,8 +477,8 @@ def module_fit(net, data, objective):
 def monitor(net, data, objective):
     """`Monitor`
 
-    A tap writes an event with norm, extremes, zeros and non-finite values of outputs, gradients and parameters, over the whole
-    batch on all ranks. MXNet's statistic is the norm divided by the root of the size.
+    A tap writes an event with norm, extremes, zeros and non-finite values of outputs, gradients and parameters, over
+    the whole batch on all ranks. MXNet's statistic is the norm divided by the root of the size.
     """
     net = nn.Sequential(net)
     Trainer(
@@ -491,7 +500,8 @@ def monitor(net, data, objective):
 def profiler(net, data, objective):
     """`mx.profiler`
 
-    Traces of all ranks in one file, by steps; [`unisono profile`](profile.md) shows and judges them, also of a run that is under way.
+    Traces of all ranks in one file, by steps; [`unisono profile`](profile.md) shows and judges them, also of a run
+    that is under way.
     """
     Trainer(
         net,
@@ -509,9 +519,10 @@ def profiler(net, data, objective):
 def amp_training(net, loader, loss_fn, world):
     """`amp.init`, `init_trainer`, `scale_loss`
 
-    Nothing is patched: `autocast` is a context, and a `Trainer` takes `PlanOptions(precision="bf16")`. bf16 needs no loss scale. For
-    fp16 pass `scaler=LossScaler(device)` to the optimizer; its scale doubles after 2000 clean steps and halves on
-    overflow, as MXNet's, and an overflow costs one step, where MXNet's new scale takes effect one step late.
+    Nothing is patched: `autocast` is a context, and a `Trainer` takes `PlanOptions(precision="bf16")`. bf16 needs no
+    loss scale. For fp16 pass `scaler=LossScaler(device)` to the optimizer; its scale doubles after 2000 clean steps
+    and halves on overflow, as MXNet's, and an overflow costs one step, where MXNet's new scale takes effect one step
+    late.
     """
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = GuardedOptimizer(net, sgd, world)

@@ -6,7 +6,15 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
-from samples import BIAS, INPUTS, TARGETS, WEIGHT, parts, picture, png
+from samples import (
+    BIAS,
+    INPUTS,
+    TARGETS,
+    WEIGHT,
+    parts,
+    picture,
+    png,
+)
 
 
 def given():
@@ -18,7 +26,9 @@ def given():
         return made
 
     def batches():
-        return [(mx.nd.array(x), mx.nd.array(y)) for x, y in parts(4)]
+        return [
+            (mx.nd.array(x), mx.nd.array(y)) for x, y in parts(4)
+        ]
 
     def photos():
         """photos.rec and photos.idx of four pictures."""
@@ -26,7 +36,9 @@ def given():
             "photos.idx", "photos.rec", "w"
         )
         for number in range(4):
-            header = mx.recordio.IRHeader(0, number % 2, number, 0)
+            header = mx.recordio.IRHeader(
+                0, number % 2, number, 0
+            )
             writer.write_idx(
                 number,
                 mx.recordio.pack(header, png(picture(number))),
@@ -48,7 +60,9 @@ def _weights(net):
 
 def kvstore_compression():
     kv = mx.kv.create("device")
-    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.set_gradient_compression(
+        {"type": "2bit", "threshold": 0.5}
+    )
     kv.init("w", mx.nd.zeros(4))
     first = mx.nd.array([0.625, -0.5, 0.375, 0], mx.cpu(0))
     second = mx.nd.zeros(4, mx.cpu(1))
@@ -152,8 +166,8 @@ def accumulation(net, batches, loss_fn):
 def accumulation_without_add(net, batches, loss_fn):
     """Accumulation without `grad_req="add"`
 
-    This idiom is in print and never worked: `grad_req` is `write` by default, so each backward pass overwrites the gradient
-    of the one before. The step below is that of the last 16 samples, divided by 64. Use the form above.
+    This idiom is in print and never worked: `grad_req` is `write` by default, so each backward pass overwrites the
+    gradient of the one before. The step below is that of the last 16 samples, divided by 64. Use the form above.
     """
     trainer = gluon.Trainer(
         net.collect_params(), "sgd", {"learning_rate": 0.1}
@@ -179,7 +193,10 @@ def several_devices(net, batches, loss_fn):
         xs = gluon.utils.split_and_load(inputs, devices)
         ys = gluon.utils.split_and_load(targets, devices)
         with autograd.record():
-            losses = [loss_fn(net(x), y) for x, y in zip(xs, ys)]
+            losses = [
+                loss_fn(net(x), y)
+                for x, y in zip(xs, ys, strict=True)
+            ]
         autograd.backward(losses)
         trainer.step(len(inputs))
     return [p.data(devices[0]) for p in (net.weight, net.bias)]
@@ -387,7 +404,9 @@ def monitor():
 
 
 def profiler(net, batches, loss_fn):
-    mx.profiler.set_config(profile_all=True, filename="profile.json")
+    mx.profiler.set_config(
+        profile_all=True, filename="profile.json"
+    )
     mx.profiler.set_state("run")
     for inputs, targets in batches:
         with autograd.record():
