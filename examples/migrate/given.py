@@ -4,7 +4,7 @@ import os
 
 import torch
 from nets import deep, dense, half_square
-from samples import INPUTS, TARGETS, parts
+from shared_samples import INPUTS, TARGETS, parts
 
 from unisono import Loader, from_map_style
 from unisono.dist import job_from_environ, join_world

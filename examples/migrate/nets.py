@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from samples import BIAS, DOWN, UP, WEIGHT
+from shared_samples import BIAS, DOWN, UP, WEIGHT
 from torch import nn
 
 

@@ -1,7 +1,7 @@
 """The pairs of snippets that the pages on migration show: both sides return the same numbers.
 
-The right side runs here, in one process and in two. What the left side returned is kept in tests/interop/fixtures/migration; with the
-library's own Python (tests/peers/venvs.sh) it is run again.
+The right side runs here, in one process and in two. What the left side returned is kept in fixtures/migration; with the library's
+own Python (tests/peers/venvs.sh) it is run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from migration import ORIGINS, difference, functions, listed, recorded, run_afte
 from nursery import Nursery
 
 sys.path.append(str(migration.EXAMPLES))
-import samples
+import shared_samples as samples
 
 RUNNABLE = [name for name, origin in ORIGINS.items() if origin.environment is not None]
 _known: dict[str, dict[str, Any]] = {}
@@ -103,4 +103,5 @@ def test_accumulation_without_add_is_the_step_of_the_last_micro_batch() -> None:
 def test_a_difference_is_found() -> None:
     assert difference([1.0, [2.0]], [1.0, [2.0 + 1e-6]], 1e-5) == ""
     assert difference([1.0, [2.0]], [1.0, [2.1]], 1e-5) == "value 1: 2.0, expected 2.1"
-    assert difference([True], [False], 1e-5) and difference([1.0], [1.0, 2.0], 1e-5)
+    assert difference([True], [False], 1e-5) == "value 0: True, expected False"
+    assert difference([1.0], [1.0, 2.0], 1e-5) == "1 values, expected 2"

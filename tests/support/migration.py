@@ -1,4 +1,4 @@
-"""The pairs of snippets of examples/migrate: how each is run, and what the original returned, kept in tests/interop/fixtures/migration.
+"""The pairs of snippets of examples/migrate: how each is run, and what the original returned (tests/interop/fixtures/migration).
 
     python tests/support/migration.py --write [ORIGIN …]
 
@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,20 +72,22 @@ def functions(origin: str, side: str) -> list[ast.FunctionDef]:
     return [node for node in found if not node.name.startswith("_") and node.name != "given"]
 
 
-def listed(origin: str, side: str, name: str) -> tuple[str, ...]:
-    """The names in SLOW, ALONE or TOGETHER of the file."""
+def constant(origin: str, side: str, name: str) -> Any:
+    """The value of a constant of the file, or None."""
     for node in module(origin, side).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
-            return tuple(ast.literal_eval(node.value))
-    return ()
+            return ast.literal_eval(node.value)
+    return None
+
+
+def listed(origin: str, side: str, name: str) -> tuple[str, ...]:
+    """The names in SLOW, ALONE or TOGETHER of the file."""
+    return constant(origin, side, name) or ()
 
 
 def tolerance(origin: str, name: str) -> float:
-    """Relative difference of two results. Both compute in fp32 unless TOLERANCE of after.py says more; sums run in another order."""
-    for node in module(origin, "after").body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TOLERANCE":
-            return ast.literal_eval(node.value).get(name, 1e-5)
-    return 1e-5
+    """Difference of two results as a share of the largest: fp32's, for sums in another order, or what TOLERANCE says."""
+    return (constant(origin, "after", "TOLERANCE") or {}).get(name, 1e-5)
 
 
 def recorded(origin: str) -> dict[str, Any]:
@@ -189,8 +192,6 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    import tempfile
-
     RECORDS.mkdir(exist_ok=True)
     for origin in arguments[1:]:
         with tempfile.TemporaryDirectory() as folder:

@@ -91,12 +91,6 @@ def main(facts):
 
 
 if __name__ == "__main__":
-    rest = sys.argv[3:]
-    sys.exit(
-        run(
-            Path(sys.argv[1]).resolve(),
-            Path(sys.argv[2]).resolve(),
-            "--slow" in rest,
-            rest[-1].split(",") if "--only" in rest else (),
-        )
-    )
+    program, target, *rest = sys.argv[1:]
+    chosen = rest[-1].split(",") if "--only" in rest else ()
+    sys.exit(run(Path(program).resolve(), Path(target).resolve(), "--slow" in rest, chosen))

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMANDS = ("", "sh", "console", "bash")
-# what is shown and not run: data, output, files of the repository, what Sphinx reads, and "py", whose code runs as a part of another
-# file (migration_pages.py)
+# what is shown and not run: data, output, files of the repository, what Sphinx reads, and with "py" parts of files that tests
+# run elsewhere (migration_pages.py)
 SHOWN = ("py", "text", "toml", "json", "{include}", "{literalinclude}", "{toctree}")
 TIMEOUT_S = 120
 

@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from nets import dense
-from samples import INPUTS, TARGETS
+from shared_samples import INPUTS, TARGETS
 from torch.utils.data import DataLoader, TensorDataset
 
 

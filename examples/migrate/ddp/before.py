@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from nets import deep, dense
-from samples import INPUTS, TARGETS
+from shared_samples import INPUTS, TARGETS
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
 )

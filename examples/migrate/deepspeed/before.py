@@ -4,7 +4,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from nets import deep, dense
-from samples import INPUTS, TARGETS
+from shared_samples import INPUTS, TARGETS
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from nets import dense
-from samples import INPUTS, TARGETS
+from shared_samples import INPUTS, TARGETS
 from torch.utils.data import DataLoader, TensorDataset
 
 warnings.filterwarnings("ignore")

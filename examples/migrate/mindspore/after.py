@@ -8,7 +8,7 @@ import given as common
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from samples import INPUTS, TARGETS
+from shared_samples import INPUTS, TARGETS
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -82,7 +82,7 @@ def _losses(net, data, plan):
 def context(net, batches, loss_fn):
     """`set_context`, `set_device`
 
-    There is no global context. The device is a value, and code runs eagerly unless it is [compiled](#ms-jit).
+    There is no global context. The device is a value, and code runs eagerly unless it is [compiled](#msjit).
     """
     device = find_device("cpu", 0)
     torch.manual_seed(0)

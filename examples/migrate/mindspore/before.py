@@ -15,7 +15,15 @@ from mindspore.train import (
     ModelCheckpoint,
     TimeMonitor,
 )
-from samples import BIAS, DOWN, INPUTS, TARGETS, UP, WEIGHT, parts
+from shared_samples import (
+    BIAS,
+    DOWN,
+    INPUTS,
+    TARGETS,
+    UP,
+    WEIGHT,
+    parts,
+)
 
 # what needs several processes: msrun
 TOGETHER = ("data_parallel",)

@@ -7,7 +7,7 @@ from pathlib import Path
 import given as common
 import torch
 from safetensors.torch import load_file, save_file
-from samples import INPUTS, WEIGHT, picture, png
+from shared_samples import INPUTS, WEIGHT, picture, png
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader

@@ -6,7 +6,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
-from samples import (
+from shared_samples import (
     BIAS,
     INPUTS,
     TARGETS,
