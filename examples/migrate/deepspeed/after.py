@@ -32,8 +32,9 @@ def _weights(net):
 def initialize(net, data, objective):
     """`initialize`, `engine.backward`, `engine.step`
 
-    `train_batch_size` is `global_batch`. The number of processes is not in the settings, so it can change between two
-    attempts.
+    `train_batch_size` is `global_batch`. DeepSpeed clips at norm 1 unless `gradient_clipping` is 0; with an optimizer
+    of torch a `Trainer` clips only where `clip_norm` says so. The number of processes is not in the settings, so it
+    can change between two attempts.
     """
     trainer = Trainer(
         net,

@@ -68,6 +68,7 @@ def accumulation(net, loader, loss_fn):
     config = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 0.0,
         "gradient_accumulation_steps": 4,
     }
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -85,6 +86,7 @@ def zero(deep_net, loader, loss_fn):
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
     }
@@ -108,6 +110,7 @@ def checkpoint(net, loader, loss_fn):
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 0.0,
     }
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     engine, optimizer, _, _ = deepspeed.initialize(
@@ -135,6 +138,7 @@ def bf16(net, loader, loss_fn):
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 0.0,
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     }
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
