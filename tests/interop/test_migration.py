@@ -70,7 +70,7 @@ def test_the_left_side_returns_what_is_recorded(origin: str, tmp_path: Path) -> 
     if environment and environment not in os.environ:
         pytest.skip(f"{environment} is not set; see tests/peers/venvs.sh")
     results = run_before(origin, tmp_path)
-    assert results.keys() == recorded(origin).keys()
+    assert results.keys() == recorded(origin).keys() - set(listed(origin, "before", "FRAGILE"))
     for name, result in results.items():
         require_equal(result, origin, name)
 

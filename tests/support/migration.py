@@ -196,6 +196,8 @@ def main(arguments: Sequence[str]) -> int:
     for origin in arguments[1:]:
         with tempfile.TemporaryDirectory() as folder:
             results = run_before(origin, Path(folder))
+            if fragile := listed(origin, "before", "FRAGILE"):
+                results |= _run_before(origin, Path(folder), ORIGINS[origin].launcher, only=fragile)
         for name, result in results.items():
             assert "error" not in result, f"{origin} {name}\n{result['error']}"
         lines = [f"  {json.dumps(name)}: {json.dumps(result['result'])}" for name, result in results.items()]

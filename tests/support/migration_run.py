@@ -4,7 +4,8 @@
 
 Each snippet is a function. Its parameters are made by the function ``given`` of the file, anew for each; all ranks of a job run
 the same snippets in the order of the file, and rank 0 writes FOLDER/results.json. With ``--slow`` the functions that the file
-names in SLOW run too; those in ALONE run in a job of one process only, those in TOGETHER in one of several only. The libraries'
+names in SLOW run too; those in FRAGILE run with ``--only`` alone,
+those in ALONE run in a job of one process only, those in TOGETHER in one of several only. The libraries'
 own Pythons run it too, so it imports numpy alone.
 """
 
@@ -35,6 +36,7 @@ def world_size():
 def snippets(names, slow, only):
     """The functions of the file that are to run, by name."""
     left_out = set() if slow else set(names.get("SLOW", ()))
+    left_out |= set() if only else set(names.get("FRAGILE", ()))
     left_out |= set(names.get("ALONE" if world_size() > 1 else "TOGETHER", ()))
     found = {}
     for name, value in names.items():

@@ -162,7 +162,7 @@ def checkpoint(net, loader, loss_fn):
     dist.barrier()
 
     # another process goes on with the third batch
-    state = torch.load("checkpoint.pt", map_location="cpu")
+    state = torch.load("checkpoint.pt", weights_only=True)
     net.load_state_dict(state["net"])
     sgd.load_state_dict(state["sgd"])
     for step, (inputs, targets) in enumerate(loader):

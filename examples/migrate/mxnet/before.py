@@ -17,6 +17,10 @@ from shared_samples import (
 )
 
 
+# MXNet's compression between devices that are both the CPU sometimes ends the process
+FRAGILE = ("kvstore_compression",)
+
+
 def given():
     def net():
         made = gluon.nn.Dense(1, in_units=3)
