@@ -4,9 +4,8 @@
 
 Each snippet is a function. Its parameters are made by the function ``given`` of the file, anew for each; all ranks of a job run
 the same snippets in the order of the file, and rank 0 writes FOLDER/results.json. With ``--slow`` the functions that the file
-names in SLOW run too; those in FRAGILE run with ``--only`` alone,
-those in ALONE run in a job of one process only, those in TOGETHER in one of several only. The libraries'
-own Pythons run it too, so it imports numpy alone.
+names in SLOW run too; those in FRAGILE run with ``--only`` alone, those in ALONE in one process only, those in TOGETHER in
+one of several only. The libraries' own Pythons run it too, so it imports nothing but the standard library.
 """
 
 import importlib
@@ -80,6 +79,10 @@ def run(path, folder, slow=False, only=()):
             results[name] = {"error": traceback.format_exc()}
             if world_size() > 1:
                 print(name, results[name]["error"], flush=True)
+    # a rank that ended would break the connections of one that still computes: torch's goes last, together
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        group.barrier()
     if rank() == 0:
         partial = tempfile.mktemp(dir=str(folder))
         Path(partial).write_text(json.dumps(results))

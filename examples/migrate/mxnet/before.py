@@ -16,7 +16,6 @@ from shared_samples import (
     png,
 )
 
-
 # MXNet's compression between devices that are both the CPU sometimes ends the process
 FRAGILE = ("kvstore_compression",)
 
