@@ -52,14 +52,16 @@ _LAYERS: Final = {
 _A3_HIGH_GBIT_PER_S: Final = 100.0
 # Gbit/s of each device to other domains, where a row says what the data sheet's system does not have
 NETWORK: Final[Mapping[str, float]] = {"src/maxtext/configs/gpu/a3/": _A3_HIGH_GBIT_PER_S}
-NETWORK_TEXT: Final = "cloud.google.com/compute/docs/gpus/gpu-network-bandwidth: A3 High has 4 cards of 200 Gbit/s for 8 devices"
+NETWORK_TEXT: Final = (
+    "cloud.google.com/compute/docs/gpus/gpu-network-bandwidth: A3 High has 4 cards of 200 Gbit/s for 8 devices"
+)
 
 CORRECTIONS: Final = (
     Correction(
         source="mosaicml/llm-foundry",
         where=_noted("SHARD_GRAD_OP"),
         columns={"zero": "2"},
-        text="scripts/train/benchmarking/README.md, column Sharding Strategy: parameters are gathered once (FSDP's SHARD_GRAD_OP)",
+        text="scripts/train/benchmarking/README.md, column Sharding Strategy: FSDP's SHARD_GRAD_OP gathers parameters once",
     ),
     Correction(
         source="mosaicml/llm-foundry",
@@ -132,7 +134,8 @@ CORRECTIONS: Final = (
     Correction(
         source="NVIDIA/dgxc-benchmarking maxtext/README_70b.md",
         columns={"recompute": "partial", "recomputed_blocks": "50"},
-        text="maxtext/configure.sh at v25.04: remat_policy save_qkv_proj; without those and the last matrix, 63 % of a pass is repeated",
+        text="maxtext/configure.sh at v25.04: remat_policy save_qkv_proj; without those and the last matrix of a block, 63 % "
+        "of a forward pass is repeated",
     ),
     Correction(
         source="AI-Hypercomputer/gpu-recipes training/a3ultra/llama3-1-70b",

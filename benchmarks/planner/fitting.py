@@ -37,7 +37,11 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "half_expert_width": (300, 10, 20000),
     "attention": (0.45, 0.15, 1),
     "older_attention": (0.6, 0.2, 1),  # FlashAttention-3 is 1.5 to 2.0 times as fast on H100 (arXiv 2407.08608)
-    "first_attention": (0.6, 0.3, 1),  # FlashAttention-2 is 1.3 to 2.5 times as fast as the first in Triton (arXiv 2307.08691)
+    "first_attention": (
+        0.6,
+        0.3,
+        1,
+    ),  # FlashAttention-2 is 1.3 to 2.5 times as fast as the first in Triton (arXiv 2307.08691)
     "score_passes": (6, 1, 40),
     "lm_head": (0.8, 0.3, 1.2),
     "activation_passes": (5, 0.25, 30),
@@ -206,7 +210,7 @@ def left_out(runs: Sequence[PublishedRun], groups: Sequence[str]) -> Numbers:
     of = np.array(groups)
     for group in sorted(set(groups)):
         inside = np.flatnonzero(of == group)
-        outside = [i for i in np.flatnonzero(of != group) if not runs[i].excluded]
+        outside = [i for i, other in enumerate(groups) if other != group and not runs[i].excluded]
         sources = [runs[i].row["source"] for i in outside]
         constants = fit([layouts[i] for i in outside], measured[outside], sources)
         chosen = [layouts[i] for i in inside]

@@ -60,8 +60,8 @@ class Layout:
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         compiled: Whether the model is compiled, which needs less memory.
         fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
-        attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of devices
-            after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory, as before.
+        attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
+            devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
         fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """

@@ -43,9 +43,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or of stored scores. A precision such as ``bf16-true`` has all states in 16 bits. With
-    ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a
-    single number is that of every stage.
+    compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or one with stored scores. A precision
+    such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``, ``recomputed_blocks`` are the blocks of each
+    stage that are recomputed in full, such as ``8,6,4,4``; a single number is that of every stage.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.

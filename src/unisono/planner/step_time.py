@@ -19,7 +19,7 @@ from unisono.planner.layout import Layout, Numbers
 from unisono.planner.step_work import StepWork
 
 # of what sharded parameters cost beside the computation: between devices of a domain, over that between domains
-_IN_DOMAIN: Final = 0.5
+_IN_DOMAIN: Final = 0.7
 # share of the peak that products of stored scores reach, whose inner side is a head
 _STORED_ATTENTION: Final = 0.5
 _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
@@ -45,8 +45,8 @@ class Constants:
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_factor: The same for experts.
         dp_factor: The same for the reduction of gradients.
-        fsdp_factor: The same for parameters that are shared over the network, which are sent beside the computation and slow it down;
-            half of it within a domain of fast links. Where they take longer than it, the rest is added too.
+        fsdp_factor: The same for parameters that are shared over the network, which are sent beside the computation and slow it
+            down; a part of it within a domain of fast links. Where they take longer than it, the rest is added too.
         hop_s: Seconds from one rank of a ring to the next, without the bytes.
         stages_per_rank: Of a pipeline whose runs do not say it.
         straggler_growth: Part by which a step slows down with each doubling of the devices beyond 8.
@@ -180,7 +180,8 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
         "expert": work.expert_flops / (matmul * at_expert_tokens * at_expert_width),
         "attention": work.attention_flops / (matmul_16 * attention),
         "lm_head": work.lm_head_flops / (matmul_16 * fitted.lm_head * at_tokens),
-        "memory_bound": (passes * work.activation_bytes + fitted.score_passes * work.score_bytes) / work.memory_bytes_per_s,
+        "memory_bound": (passes * work.activation_bytes + fitted.score_passes * work.score_bytes)
+        / work.memory_bytes_per_s,
         "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,
         "expert_parallel": fitted.ep_factor * work.ep_s,
     }
