@@ -97,7 +97,7 @@ def test_the_timeline_of_a_layout_takes_what_its_prediction_says(stages_per_rank
     timeline = layout_timeline(layout, parts, 16)
     assert sorted(len(row) for row in timeline) == [2 * 16 * stages_per_rank] * 4
     busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
-    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    outside = ("imbalance", "bubble", "gradients", "optimizer", "stragglers")
     assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
     assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"])
     # the bubble is counted as that of equal stages
@@ -125,7 +125,7 @@ def test_the_timeline_of_partial_recompute_takes_what_its_prediction_says(recomp
     parts = predicted.parts_s
     timeline = layout_timeline(layout, parts, 16)
     busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
-    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    outside = ("imbalance", "bubble", "gradients", "optimizer", "stragglers")
     assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
     # collectives are not repeated, which the prediction counts and the chart does not
     assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"], rel=0.02)
@@ -162,7 +162,7 @@ def test_the_formula_of_a_step_holds_where_stages_of_a_rank_are_equal(model: str
     ]
     ratios: list[float] = []
     for layout, predicted in zip(layouts, predict(layouts), strict=True):
-        alone = ("gradients", "stragglers")
+        alone = ("gradients", "optimizer", "stragglers")
         formula_s = sum(seconds for name, seconds in predicted.parts_s.items() if name not in alone)
         played_s = end_s(layout_timeline(layout, predicted.parts_s, int(layout.num_micro_batches)))
         ratios.append(played_s / formula_s)

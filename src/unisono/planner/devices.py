@@ -35,6 +35,8 @@ class Device:
         source: Where the figures are from.
         efficiency: Share of the peak that large matrix products were measured to reach; None: as was fitted to published runs.
         architecture: Of its matrix units, which it has in common with other devices; empty if that is not known.
+        power_share: Power of the device over its peak in 16 bits, as a multiple of that of the first device of its architecture;
+            1 if that is not known. Large products are limited by power.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     source: str
     efficiency: float | None = None
     architecture: str = ""
+    power_share: float = 1.0
 
     def peak_flops(self, precision: Precision) -> float | None:
         """Peak of ``precision`` in FLOP/s; None if the device has none."""
@@ -74,14 +77,26 @@ def _device(
         network_bytes_per_s=network_gbit_per_s / 8 * _GB,
         source=source,
         architecture=next((arch for arch, names in _ARCHITECTURES.items() if name in names), ""),
+        power_share=_POWER_W[name] / tflops["bf16"] / _FIRST_W_PER_TFLOPS[name] if name in _POWER_W else 1.0,
     )
 
 
 # of devices for training; those for graphics have other matrix units under the same names
 _ARCHITECTURES: Final = {
-    "ampere": ("a100-40", "a100-80"),
+    "ampere": ("a100-80", "a100-40"),
     "hopper": ("h100", "h100-pcie", "h100-hbm2e", "h200", "gh200", "h800"),
-    "blackwell": ("b200", "gb200", "b300", "gb300"),
+    "blackwell": ("gb200", "b200", "b300", "gb300"),
+}
+# thermal design power of those, from the same data sheets; of the first of an architecture, over its peak
+_POWER_W: Final[Mapping[str, float]] = {
+    **{"a100-40": 400, "a100-80": 400},
+    **{"h100": 700, "h100-pcie": 350, "h100-hbm2e": 500, "h200": 700, "gh200": 700, "h800": 700},
+    **{"b200": 1000, "gb200": 1200, "b300": 1100, "gb300": 1400},
+}
+_FIRST_W_PER_TFLOPS: Final[Mapping[str, float]] = {
+    name: watts
+    for architecture, watts in (("ampere", 400 / 312), ("hopper", 700 / 989.4), ("blackwell", 1200 / 2500))
+    for name in _ARCHITECTURES[architecture]
 }
 _ALL: Final = (
     _device("v100", 32, 0.9, 150, 8, 100, "NVIDIA V100 data sheet; DGX-2", fp16=125),

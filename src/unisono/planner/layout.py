@@ -15,6 +15,7 @@ from unisono.planner.model_shape import ModelShape
 Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced"]
+AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
@@ -59,7 +60,9 @@ class Layout:
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         compiled: Whether the model is compiled, which needs less memory.
         fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
-        flash_attention_2: Whether attention is FlashAttention-2 or older, without matrix instructions of devices after A100.
+        attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
+            devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
+        fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
@@ -82,7 +85,8 @@ class Layout:
     recomputed_blocks: tuple[int, ...] = ()
     compiled: bool = False
     fused_loss: bool = False
-    flash_attention_2: bool = False
+    attention_kernel: AttentionKernel = "new"
+    fused: bool = True
     states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from unisono.errors import nearest_name
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recompute
+from unisono.planner.layout import ZERO_STAGES, AttentionKernel, Cut, Layout, LayoutError, Recompute
 from unisono.planner.model_files import is_model_file, read_model
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
@@ -43,9 +43,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled, the loss fused or attention FlashAttention-2. A precision such as ``bf16-true`` has all states in 16 bits. With
-    ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a
-    single number is that of every stage.
+    compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or one with stored scores. A precision
+    such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``, ``recomputed_blocks`` are the blocks of each
+    stage that are recomputed in full, such as ``8,6,4,4``; a single number is that of every stage.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -81,7 +81,8 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         recompute=_recompute(row.get("recompute", "")),
         recomputed_blocks=_blocks(row.get("recomputed_blocks", ""), pp * max(1, stages_per_rank)),
         compiled="compile" in row.get("notes", "").lower(),
-        flash_attention_2="flashattention-2" in row.get("notes", "").lower(),
+        attention_kernel=_attention_kernel(row.get("notes", "").lower()),
+        fused=not re.search(r"\beager\b", row.get("notes", ""), re.IGNORECASE),
         fused_loss="fused loss" in row.get("notes", "").lower(),
         states_in_16_bits="true" in row.get("precision", "").lower(),
     )
@@ -195,6 +196,14 @@ def _blocks(text: str, stages: int) -> tuple[int, ...]:
         )
     counts = tuple(int(count) for count in text.split(",")) if text else ()
     return counts * stages if len(counts) == 1 else counts
+
+
+def _attention_kernel(notes: str) -> AttentionKernel:
+    if "stored scores" in notes:
+        return "stored"
+    if "flashattention-1" in notes:
+        return "flash-1"
+    return "flash-2" if "flashattention-2" in notes else "new"
 
 
 def _zero(text: str, default: int) -> int:

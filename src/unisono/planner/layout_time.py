@@ -17,7 +17,7 @@ from unisono.planner.step_time import StepParts, efficiencies, fitted_constants,
 from unisono.planner.step_work import count_work
 
 # parts of a step that are no work of a pass; all others are, of blocks or of the output matrix
-OUTSIDE: Final = frozenset({"imbalance", "bubble", "gradients", "stragglers"})
+OUTSIDE: Final = frozenset({"imbalance", "bubble", "gradients", "optimizer", "stragglers"})
 
 
 def layout_time(layouts: Sequence[Layout]) -> StepParts:

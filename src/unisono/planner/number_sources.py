@@ -45,6 +45,9 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "bubble": Source(kind="modelled", text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473)"),
     "sharding": _fitted("passes of the ZeRO stage over parameters with each micro-batch (arXiv 1910.02054)"),
     "gradients": _fitted("bytes of the ZeRO stage once in a step (arXiv 1910.02054)"),
+    "optimizer": Source(
+        kind="modelled", text="30 bytes of each parameter of AdamW at the memory bandwidth of the data sheet"
+    ),
     "stragglers": _fitted("a part of the step for each doubling of the devices"),
     "needed_bytes": Source(kind="modelled", text="the sum of the parts of the memory but the allocator's"),
     "states": Source(

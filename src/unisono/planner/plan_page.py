@@ -41,6 +41,7 @@ _COLOURS: Final = {
     "bubble": PHASE_COLOURS["bubble"],
     "sharding": PHASE_COLOURS["comm_exposed_dp"],
     "gradients": "#cf222e",
+    "optimizer": "#953800",
     "stragglers": "#bc4c00",
     "states": "#1f6feb",
     "gathered": "#4c9be8",
