@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +23,7 @@ from unisono.cli.common import (
 )
 from unisono.cli.own_code import read_code, takes_model
 from unisono.errors import CheckpointError, ConfigError
-from unisono.sanitize import printable
+from unisono.sanitize import listed, printable
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _SUFFIXES: Final = {".params": "mxnet", ".ckpt": "mindspore"}
+_FAMILIES: Final = ("resnet", "bert", "gpt2", "llama")
 
 
 @click.group("checkpoint")
@@ -219,20 +220,45 @@ def _export_file(file: Path, kind: str, module: nn.Module, read: Callable[[str, 
 @click.option(
     "--out",
     required=True,
-    type=ExpandedPath(dir_okay=False, path_type=Path),
-    help="The new file: NAME.safetensors, or in another format NAME.params or NAME.ckpt.",
+    type=ExpandedPath(path_type=Path),
+    help="The new file: NAME.safetensors, or in another format NAME.params or NAME.ckpt. With --as the new folder.",
+)
+@click.option(
+    "--as",
+    "family",
+    type=click.Choice(("auto", *_FAMILIES)),
+    help="Write a folder for transformers and model.pretrained, with its names; auto: the model that the names say.",
+)
+@click.option(
+    "-s",
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --as, a value of config.json that no tensor tells, such as num_attention_heads=12.",
 )
 @common_options
-def import_file(source: Path, out: Path, as_json: bool) -> None:
+def import_file(source: Path, out: Path, family: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Write the weights in SOURCE, a file of MXNet (.params) or MindSpore (.ckpt, .safetensors), again as safetensors.
 
     Names and values stay, but for arg: and aux: before names of MXNet. Sparse arrays become dense. Nothing in SOURCE is run.
+    With --as, ResNet, BERT, GPT-2 and Llama of the public libraries become a folder of Hugging Face with the same outputs.
     """
+    if family is not None:
+        _import_model(source, out, family, _assignments(settings), as_json)
+        return
+    if settings:
+        raise ConfigError(
+            given=f"--set {settings[0]} without --as",
+            rule="settings are those of a model's config.json, which --as writes",
+            consequence="nothing was written",
+            nearest="--as auto with a folder as --out",
+        )
     kind = {".safetensors": "safetensors", **_SUFFIXES}.get(out.suffix)
     if kind is None:
         raise ConfigError(
             given=f"--out {out}",
-            rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format",
+            rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format; with --as it is a folder",
             consequence="nothing was written",
             nearest=str(out.with_suffix(".safetensors")),
         )
@@ -259,4 +285,42 @@ def import_file(source: Path, out: Path, as_json: bool) -> None:
     text = f"{len(tensors)} tensors of {source} ({weights.format}) written to {out}, {num_bytes / 2**20:.1f} MiB"
     if texts:
         text += f"; text that no tensor holds: {', '.join(texts)}"
+    print_result(as_json, result, printable(text))
+
+
+def _assignments(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE as names and values."""
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(
+                given=f"--set {text}",
+                rule="a setting has the form NAME=VALUE",
+                consequence="nothing was written",
+                nearest=f"--set {text}=…",
+            )
+    return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _import_model(source: Path, out: Path, family: str, settings: dict[str, str], as_json: bool) -> None:
+    """Write a folder with ``config.json`` and the weights under the names of a class of transformers."""
+    check_output("--out", out, consequence="nothing was written")
+    from unisono.interop.model_folder import as_model, write_model_folder
+    from unisono.interop.weight_file import open_weights
+
+    with open_weights(source) as weights:
+        model = as_model(family, source, weights.tensors, settings)
+        with explained_write_errors(out.parent, consequence="nothing was written", other_name="another folder (--out)"):
+            write_model_folder(out, model)
+        result = {
+            "source": str(source),
+            "format": weights.format,
+            "path": str(out),
+            "model": model.label,
+            "architecture": model.config["architectures"][0],
+            "tensors": len(model.tensors),
+            "left_out": list(model.left_out),
+        }
+    text = f"{model.label}: {len(model.tensors)} tensors of {source} written to {out}, as {result['architecture']}"
+    if model.left_out:
+        text += f"; left out, as they are of an optimizer or count: {listed(model.left_out, 200)}"
     print_result(as_json, result, printable(text))
