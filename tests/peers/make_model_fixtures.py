@@ -26,6 +26,8 @@ def value(name: str, shape: tuple, chance: np.random.RandomState) -> np.ndarray:
         return chance.uniform(0.5, 2, shape).astype(np.float32)
     if name.endswith("gamma") or (len(shape) == 1 and name.endswith("norm.weight")):
         return chance.uniform(0.5, 1.5, shape).astype(np.float32)
+    if len(shape) == 2 and ("embed" in name or "position" in name):  # small, so that the epsilon of a norm shows
+        return (0.01 * chance.randn(*shape)).astype(np.float32)
     fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else 16
     return (chance.randn(*shape) / math.sqrt(fan_in)).astype(np.float32)
 
@@ -46,7 +48,8 @@ def mxnet(folder: Path) -> None:
         net.initialize()
         net(*inputs)
         chance = np.random.RandomState(SEED)
-        for name, parameter in net._collect_params_with_prefix().items():
+        names = {parameter: name for name, parameter in reversed(net._collect_params_with_prefix().items())}
+        for parameter, name in names.items():  # a shared one under its first name
             parameter.set_data(nd.array(value(name, parameter.shape, chance)))
 
     def save(name: str, net: mx.gluon.Block, **outputs: mx.nd.NDArray) -> None:
@@ -461,6 +464,78 @@ def mindspore(folder: Path) -> None:
     hidden = (np.arange(TOKENS.shape[1])[None] >= LENGTHS[:, None])[:, None, None]
     states, pooled, following, masked = net(ms.Tensor(TOKENS), ms.Tensor(SEGMENTS), hidden)
     save("models_bert", whole, states=states, pooled=pooled, following=following, masked=masked)
+
+    class DenseOfColumns(nn.Cell):
+        """A dense layer whose weight is [inner, out]."""
+
+        def __init__(self, inner: int, out: int) -> None:
+            super().__init__()
+            self.weight = ms.Parameter(ms.Tensor(np.zeros((inner, out), np.float32)))
+            self.bias = ms.Parameter(ms.Tensor(np.zeros(out, np.float32)))
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            return ops.matmul(x, self.weight) + self.bias
+
+    class GPTAttention(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = DenseOfColumns(WIDTH, WIDTH)
+            self.dense1, self.dense2, self.dense3 = (nn.Dense(WIDTH, WIDTH) for _ in range(3))
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            q, k, v = (heads(layer(x)) for layer in (self.dense1, self.dense2, self.dense3))
+            hidden = np.triu(np.ones((x.shape[1], x.shape[1])), 1)[None, None]
+            return self.projection(attend(q, k, v, hidden))
+
+    class GPTOutput(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mapping, self.projection = DenseOfColumns(WIDTH, INNER), DenseOfColumns(INNER, WIDTH)
+            self.activation = nn.get_activation("gelu")
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            return self.projection(self.activation(self.mapping(x)))
+
+    class GPTBlock(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layernorm1 = nn.LayerNorm((WIDTH,), epsilon=1e-5)
+            self.layernorm2 = nn.LayerNorm((WIDTH,), epsilon=1e-5)
+            self.attention, self.output = GPTAttention(), GPTOutput()
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            x = x + self.attention(self.layernorm1(x))
+            return x + self.output(self.layernorm2(x))
+
+    class GPTEmbedding(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word_embedding, self.position_embedding = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                nn.Embedding(POSITIONS, WIDTH),
+            )
+
+    class GPTBackbone(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layernorm = GPTEmbedding(), nn.LayerNorm((WIDTH,), epsilon=1e-5)
+            self.blocks = nn.CellList([GPTBlock() for _ in range(LAYERS)])
+
+    class GPT2LMHeadModel(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = GPTBackbone()
+
+        def construct(self, tokens: ms.Tensor) -> ms.Tensor:
+            embedding = self.backbone.embedding
+            places = embedding.position_embedding(ops.arange(tokens.shape[1]).expand_dims(0))
+            x = embedding.word_embedding(tokens) + places
+            for block in self.backbone.blocks:
+                x = block(x)
+            return ops.matmul(self.backbone.layernorm(x), embedding.word_embedding.embedding_table.T)
+
+    net = fill(GPT2LMHeadModel())
+    save("mindformers_gpt2", net, logits=net(ms.Tensor(TOKENS)))
 
     class RMSNorm(nn.Cell):
         def __init__(self) -> None:

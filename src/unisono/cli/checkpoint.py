@@ -263,10 +263,12 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
             nearest=str(out.with_suffix(".safetensors")),
         )
     check_output("--out", out, consequence="nothing was written")
+    from unisono.interop.model_folder import known_model
     from unisono.interop.weight_file import open_weights, write_weights_file
 
     with open_weights(source) as weights:
         tensors = weights.tensors
+        known = known_model(tensors)
         with explained_write_errors(out.parent, consequence="nothing was written", other_name="another file (--out)"):
             layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
             write_weights_file(out, kind, layout, lambda name: tensors[name].load())
@@ -281,10 +283,13 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
                 for name, tensor in tensors.items()
             },
             "texts": texts,
+            "model": known and known.label,
         }
     text = f"{len(tensors)} tensors of {source} ({weights.format}) written to {out}, {num_bytes / 2**20:.1f} MiB"
     if texts:
         text += f"; text that no tensor holds: {', '.join(texts)}"
+    if known is not None:
+        text += f"; with --as {known.family} the {known.label} becomes a folder that transformers loads"
     print_result(as_json, result, printable(text))
 
 

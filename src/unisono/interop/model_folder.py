@@ -20,6 +20,11 @@ from unisono.storage.files import FOLDER_MODE
 NAME_MAPS: Final[tuple[NameMap, ...]] = RESNET_MAPS + TRANSFORMER_MAPS
 
 
+def known_model(tensors: Mapping[str, StoredTensor]) -> NameMap | None:
+    """The map of the model whose names a file has, if it is one that is known."""
+    return next((name_map for name_map in NAME_MAPS if name_map.find(tensors) is not None), None)
+
+
 def as_model(family: str, source: Path, tensors: Mapping[str, StoredTensor], settings: Mapping[str, str]) -> Renamed:
     """The weights of a file under the names of a class of transformers.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,21 +27,8 @@ Dim = int | str
 Files = Mapping[str, StoredTensor]
 _SHOWN: Final = 300  # characters of names in an error
 # prefixes of MindSpore's optimizers, which save their state beside the weights
-_OPTIMIZER_STATE: Final = frozenset(
-    (
-        "accum",
-        "accum_update",
-        "adam_m",
-        "adam_v",
-        "ax_",
-        "exp_avg",
-        "lamb_m",
-        "lamb_v",
-        "linear",
-        "mean_grad",
-        "mean_square",
-    )
-    + ("moment", "moment1", "moment2", "moments", "prev", "stat", "step_size", "vhat")
+_OPTIMIZER_STATE: Final = re.compile(
+    r"accum(_update)?|adam_[mv]|ax_|exp_avg|lamb_[mv]|linear|mean_grad|mean_square|moment[12s]?|prev|stat|step_size|vhat"
 )
 
 
@@ -214,7 +202,7 @@ def _is_no_weight(name: str, tensor: StoredTensor, tensors: Files) -> bool:
     prefix, _, rest = name.partition(".")
     if not rest:
         return math.prod(tensor.shape) == 1
-    return prefix in _OPTIMIZER_STATE and rest in tensors and tensors[rest].shape == tensor.shape
+    return bool(_OPTIMIZER_STATE.fullmatch(prefix) and rest in tensors and tensors[rest].shape == tensor.shape)
 
 
 def _wrong_shapes(place: Place, stored: Files, names: Mapping[str, str], sizes: dict[str, int]) -> Iterator[str]:

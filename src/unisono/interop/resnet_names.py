@@ -235,13 +235,13 @@ def _check_side(label: str, side: int, stages: int, everywhere: bool) -> None:
     wrong = [s for s in (sides[: stages + 1] if everywhere else sides[1:2]) if s % 2 == 0]
     if wrong:
         step = 2 ** (stages + 1) if everywhere else 4
+        near = max(1, round((side - 1) / step)) * step + 1
         raise refused(
             label,
             f"{_SIZE}={side}, whose {'images are' if wrong[0] == side else 'features become'} {wrong[0]} wide",
             rule="where a stride meets an even side, MindSpore's 'same' pads below and on the right, and torch above and on the "
             "left: outputs would differ",
-            nearest=f"--set {_SIZE}={max(1, round((side - 1) / step)) * step + 1}, if images of that size are what the model will "
-            f"see: 1 more than a multiple of {step}",
+            nearest=f"--set {_SIZE}={near}, 1 more than a multiple of {step}, if the model will see images of that size",
         )
 
 

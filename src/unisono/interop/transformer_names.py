@@ -5,11 +5,11 @@ tensors: they are settings. Libraries have these of their own:
 
     GluonNLP BERT       LayerNorm epsilon 1e-12, exact GELU
     MindSpore BERT      LayerNorm epsilon 1e-7 (the default of ``nn.LayerNorm``), GELU by tanh (the default of ``nn.GELU``)
-    GluonNLP GPT-2      LayerNorm epsilon 1e-5, GELU by tanh; the class has its matrices turned
+    GPT-2 of both       LayerNorm epsilon 1e-5, GELU by tanh; the class has its matrices turned, MindFormers some of them
 
 Source:
     gluonnlp.model.bert and scripts/text_generation/model/gpt.py of GluonNLP 0.10, official/nlp/Bert of mindspore-ai/models,
-    mindformers.models.llama of MindFormers 1.3.
+    mindformers.models.gpt2 and mindformers.models.llama of MindFormers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from unisono.interop.name_map import Dim, Files, Found, NameMap, Place, Setting, refused, same, under_own_names
+from unisono.interop.name_map import Dim, Files, Found, NameMap, Place, Setting, refused, under_own_names
 
+_NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None}  # a tokenizer tells them
 _HEADS: Final = Setting(name="num_attention_heads", kind=int)
 _WEIGHT: Final = {"weight": "weight"}
 _WEIGHT_AND_BIAS: Final = {"weight": "weight", "bias": "bias"}
@@ -34,44 +36,56 @@ class _Module:
     """A module that both have: an embedding, a norm, or a dense layer.
 
     Attributes:
-        theirs: Its name in the file; ``{}`` is the number of a layer.
+        theirs: Its names in the file; ``{}`` is the number of a layer. Several are one in the class, below each other.
         ours: Its name in the class.
-        shape: Of its weight. A bias has the first of it.
+        shape: Of each weight.
+        bias: Size of each bias.
         tensors: Its tensors in the class → in the file.
         turned: Whether the class has the weight transposed.
     """
 
-    theirs: str
+    theirs: tuple[str, ...]
     ours: str
-    shape: tuple[Dim, ...]
+    shape: tuple[Dim, ...] = ()
+    bias: Dim = "width"
     tensors: Mapping[str, str] = field(default_factory=lambda: _WEIGHT_AND_BIAS)
     turned: bool = False
 
 
 def _norm(theirs: str, ours: str) -> _Module:
-    return _Module(theirs=theirs, ours=ours, shape=("width",), tensors=_NORM)
+    return _Module(theirs=(theirs,), ours=ours, shape=("width",), tensors=_NORM)
 
 
-def _dense(theirs: str, ours: str, out: Dim, inner: Dim, *, turned: bool = False) -> _Module:
-    return _Module(theirs=theirs, ours=ours, shape=(out, inner), turned=turned)
+def _dense(theirs: str | tuple[str, ...], ours: str, out: Dim, inner: Dim, *, turned: bool = False) -> _Module:
+    names = (theirs,) if isinstance(theirs, str) else theirs
+    return _Module(theirs=names, ours=ours, shape=(out, inner), bias=out, turned=turned)
+
+
+def _conv1d(theirs: str, ours: str, inner: Dim, out: Dim) -> _Module:
+    """A dense layer whose weight is [inner, out], in the class as in the file."""
+    return _Module(theirs=(theirs,), ours=ours, shape=(inner, out), bias=out)
 
 
 def _table(theirs: str, ours: str, rows: Dim, tensor: str = "weight") -> _Module:
-    return _Module(theirs=theirs, ours=ours, shape=(rows, "width"), tensors={"weight": tensor})
+    return _Module(theirs=(theirs,), ours=ours, shape=(rows, "width"), tensors={"weight": tensor})
 
 
-def _turned(values: Tensor) -> Tensor:
-    return values.T
+def _bias(theirs: str, ours: str, size: Dim, tensor: str) -> _Module:
+    return _Module(theirs=(theirs,), ours=ours, bias=size, tensors={"bias": tensor})
+
+
+def _joined(*values: Tensor, turned: bool) -> Tensor:
+    whole = values[0] if len(values) == 1 else torch.cat(values)
+    return whole.T if turned else whole
 
 
 def _module_places(module: _Module, layer: int) -> list[Place]:
-    theirs, ours = module.theirs.format(layer), module.ours.format(layer)
     return [
         Place(
-            name=f"{ours}.{kind}",
-            shape=module.shape if kind == "weight" else module.shape[:1],
-            sources=(f"{theirs}.{tensor}",),
-            make=_turned if kind == "weight" and module.turned else same,
+            name=f"{module.ours.format(layer)}.{kind}",
+            shape=module.shape if kind == "weight" else (module.bias,),
+            sources=tuple(f"{theirs.format(layer)}.{tensor}" for theirs in module.theirs),
+            make=partial(_joined, turned=kind == "weight" and module.turned),
         )
         for kind, tensor in module.tensors.items()
     ]
@@ -174,7 +188,7 @@ _GLUON_BERT_HEADS: Final = (
     (
         _dense("bert.decoder.0", "cls.predictions.transform.dense", "width", "width"),
         _norm("bert.decoder.2", "cls.predictions.transform.LayerNorm"),
-        _Module(theirs="bert.decoder.3", ours="cls.predictions", shape=("vocabulary",), tensors={"bias": "bias"}),
+        _bias("bert.decoder.3", "cls.predictions", "vocabulary", "bias"),
     ),
     (_dense("classifier.0", "classifier", "classes", "width"),),
     (_dense("classifier.1", "classifier", "classes", "width"),),
@@ -213,7 +227,7 @@ _MINDSPORE_BERT_HEADS: Final = (
     (
         _dense("cls1.dense", "cls.predictions.transform.dense", "width", "width"),
         _norm("cls1.layernorm", "cls.predictions.transform.LayerNorm"),
-        _Module(theirs="cls1", ours="cls.predictions", shape=("vocabulary",), tensors={"bias": "output_bias"}),
+        _bias("cls1", "cls.predictions", "vocabulary", "output_bias"),
     ),
 )
 
@@ -234,7 +248,9 @@ def _bert_config(found: Found, *, label: str) -> dict[str, Any]:
         "intermediate_size": sizes["inner"],
         "max_position_embeddings": sizes["positions"],
         "type_vocab_size": sizes["segments"],
+        "hidden_dropout_prob": 0.1,  # as both libraries and transformers have it by default
         "tie_word_embeddings": True,
+        "pad_token_id": None,
         **found.settings,
     } | ({"num_labels": sizes["classes"]} if is_classifier else {})
 
@@ -265,12 +281,12 @@ def _bert_map(
 
 # --- GPT-2 and Llama -------------------------------------------------------------------------------------------------
 
-_GPT2: Final = (
+_GLUON_GPT2: Final = (
     _table("_embed", "transformer.wte", "vocabulary"),
     _table("_pos_embed", "transformer.wpe", "positions"),
     _norm("_final_ln", "transformer.ln_f"),
 )
-_GPT2_LAYER: Final = (
+_GLUON_GPT2_LAYER: Final = (
     _norm("_attn_ln.{}", "transformer.h.{}.ln_1"),
     _dense(
         "_self_attention_layers.{}._multi_head_qkv_proj",
@@ -284,15 +300,34 @@ _GPT2_LAYER: Final = (
     _dense("_ffn_layers.{}._hidden_map", "transformer.h.{}.mlp.c_fc", "inner", "width", turned=True),
     _dense("_ffn_layers.{}._out_map", "transformer.h.{}.mlp.c_proj", "width", "inner", turned=True),
 )
-_GPT2_LABEL: Final = "GPT-2 of GluonNLP"
+_MINDFORMERS_GPT2: Final = (
+    _table("backbone.embedding.word_embedding", "transformer.wte", "vocabulary", "embedding_table"),
+    _table("backbone.embedding.position_embedding", "transformer.wpe", "positions", "embedding_table"),
+    _norm("backbone.layernorm", "transformer.ln_f"),
+)
+_BLOCK: Final = "backbone.blocks.{}."
+_MINDFORMERS_GPT2_LAYER: Final = (
+    _norm(f"{_BLOCK}layernorm1", "transformer.h.{}.ln_1"),
+    _dense(
+        (f"{_BLOCK}attention.dense1", f"{_BLOCK}attention.dense2", f"{_BLOCK}attention.dense3"),
+        "transformer.h.{}.attn.c_attn",
+        "width",
+        "width",
+        turned=True,
+    ),
+    _conv1d(f"{_BLOCK}attention.projection", "transformer.h.{}.attn.c_proj", "width", "width"),
+    _norm(f"{_BLOCK}layernorm2", "transformer.h.{}.ln_2"),
+    _conv1d(f"{_BLOCK}output.mapping", "transformer.h.{}.mlp.c_fc", "width", "inner"),
+    _conv1d(f"{_BLOCK}output.projection", "transformer.h.{}.mlp.c_proj", "inner", "width"),
+)
 
 
-def _gpt2_config(found: Found) -> dict[str, Any]:
-    _head_width(_GPT2_LABEL, found)
+def _gpt2_config(found: Found, *, label: str) -> dict[str, Any]:
+    _head_width(label, found)
     sizes = found.sizes
-    if sizes["3 width"] != 3 * sizes["width"]:
+    if sizes.get("3 width", 3 * sizes["width"]) != 3 * sizes["width"]:
         raise refused(
-            _GPT2_LABEL,
+            label,
             f"queries, keys and values of {sizes['3 width']} in all, for a width of {sizes['width']}",
             rule="each of the three is as wide as the model",
             nearest="the file under its own names, without --as",
@@ -309,18 +344,36 @@ def _gpt2_config(found: Found) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+        **_NO_TOKENS,
     }
+
+
+def _gpt2_map(
+    label: str, anchors: tuple[str, ...], modules: Sequence[_Module], layers: Sequence[_Module], *ties: tuple[str, str]
+) -> NameMap:
+    return NameMap(
+        family="gpt2",
+        label=label,
+        find=partial(_with, anchors),
+        places=partial(_places, modules, layers, ()),
+        config=partial(_gpt2_config, label=label),
+        ties=ties,
+        settings=(_HEADS,),
+    )
 
 
 def _llama_dense(theirs: str, ours: str, out: Dim, inner: Dim) -> _Module:
     return _Module(
-        theirs=f"model.layers.{{}}.{theirs}", ours=f"model.layers.{{}}.{ours}", shape=(out, inner), tensors=_WEIGHT
+        theirs=(f"model.layers.{{}}.{theirs}",),
+        ours=f"model.layers.{{}}.{ours}",
+        shape=(out, inner),
+        tensors=_WEIGHT,
     )
 
 
 _LLAMA: Final = (
     _table("model.tok_embeddings", "model.embed_tokens", "vocabulary", "embedding_weight"),
-    _Module(theirs="model.norm_out", ours="model.norm", shape=("width",), tensors=_WEIGHT),
+    _Module(theirs=("model.norm_out",), ours="model.norm", shape=("width",), tensors=_WEIGHT),
 )
 _LLAMA_LAYER: Final = (
     _llama_dense("attention.wq", "self_attn.q_proj", "width", "width"),
@@ -332,7 +385,7 @@ _LLAMA_LAYER: Final = (
     _llama_dense("feed_forward.w3", "mlp.up_proj", "inner", "width"),
     *(
         _Module(
-            theirs=f"model.layers.{{}}.{theirs}",
+            theirs=(f"model.layers.{{}}.{theirs}",),
             ours=f"model.layers.{{}}.{ours}",
             shape=("width",),
             tensors=_WEIGHT,
@@ -340,7 +393,7 @@ _LLAMA_LAYER: Final = (
         for theirs, ours in (("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"))
     ),
 )
-_LLAMA_HEAD: Final = ((_Module(theirs="lm_head", ours="lm_head", shape=("vocabulary", "width"), tensors=_WEIGHT),),)
+_LLAMA_HEAD: Final = ((_Module(theirs=("lm_head",), ours="lm_head", shape=("vocabulary", "width"), tensors=_WEIGHT),),)
 _LLAMA_LABEL: Final = "Llama of MindFormers"
 
 
@@ -367,6 +420,7 @@ def _llama_config(found: Found) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": "lm_head.weight" not in found.places,
+        **_NO_TOKENS,
         **settings,
     }
 
@@ -391,14 +445,18 @@ TRANSFORMER_MAPS: Final = (
         eps=1e-7,
         activation="gelu_pytorch_tanh",
     ),
-    NameMap(
-        family="gpt2",
-        label=_GPT2_LABEL,
-        find=partial(_with, ("_embed.weight", "_pos_embed.weight")),
-        places=partial(_places, _GPT2, _GPT2_LAYER, ()),
-        config=_gpt2_config,
-        ties=(("_logits_proj.weight", "_embed.weight"),),
-        settings=(_HEADS,),
+    _gpt2_map(
+        "GPT-2 of GluonNLP",
+        ("_embed.weight", "_pos_embed.weight"),
+        _GLUON_GPT2,
+        _GLUON_GPT2_LAYER,
+        ("_logits_proj.weight", "_embed.weight"),
+    ),
+    _gpt2_map(
+        "GPT-2 of MindFormers",
+        ("backbone.embedding.word_embedding.embedding_table", f"{_BLOCK.format(0)}attention.dense1.weight"),
+        _MINDFORMERS_GPT2,
+        _MINDFORMERS_GPT2_LAYER,
     ),
     NameMap(
         family="llama",
