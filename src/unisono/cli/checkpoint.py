@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -30,6 +30,7 @@ from unisono.storage.write_errors import explained_write_errors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.interop.stored_tensor import StoredTensor
 
 _SUFFIXES: Final = {".params": "mxnet", ".ckpt": "mindspore"}
 _FAMILIES: Final = ("resnet", "bert", "gpt2", "llama")
@@ -278,10 +279,7 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
             "format": weights.format,
             "path": str(out),
             "bytes": num_bytes,
-            "tensors": {
-                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-                for name, tensor in tensors.items()
-            },
+            "tensors": _described(tensors),
             "texts": texts,
             "model": known and known.label,
         }
@@ -291,6 +289,13 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
     if known is not None:
         text += f"; with --as {known.family} the {known.label} becomes a folder that transformers loads"
     print_result(as_json, result, printable(text))
+
+
+def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for name, tensor in tensors.items()
+    }
 
 
 def _assignments(texts: Sequence[str]) -> dict[str, str]:
@@ -322,7 +327,7 @@ def _import_model(source: Path, out: Path, family: str, settings: dict[str, str]
             "path": str(out),
             "model": model.label,
             "architecture": model.config["architectures"][0],
-            "tensors": len(model.tensors),
+            "tensors": _described(model.tensors),
             "left_out": list(model.left_out),
         }
     text = f"{model.label}: {len(model.tensors)} tensors of {source} written to {out}, as {result['architecture']}"

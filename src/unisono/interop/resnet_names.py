@@ -17,6 +17,7 @@ Source:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ _GLUON: Final = ("gamma", "beta", "running_mean", "running_var")
 _MINDSPORE: Final = ("gamma", "beta", "moving_mean", "moving_variance")
 _CLASS: Final = ("weight", "bias", "running_mean", "running_var")
 _SIZE: Final = "image_size"
+_FIRST: Final = re.compile(r"resnet\.encoder\.stages\.(\d+)\.layers\.\d+\.layer\.0\.convolution\.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,13 +187,10 @@ def _config(found: Found, *, label: str, stride_first: bool, odd: Literal["all",
         stride_first: Whether the stride of a bottleneck block is in its first convolution.
         odd: Which sides must be odd: of the input of every module with a stride, of the pooling alone, or none.
     """
-    sizes, stages = found.sizes, 0
-    depths: list[int] = []
-    while (prefix := f"resnet.encoder.stages.{stages}.layers.") + "0.layer.0.convolution.weight" in found.places:
-        depths.append(
-            sum(name.startswith(prefix) and name.endswith(".layer.0.convolution.weight") for name in found.places)
-        )
-        stages += 1
+    sizes = found.sizes
+    blocks = Counter(match[1] for name in found.places if (match := _FIRST.fullmatch(name)))
+    depths = [blocks[number] for number in sorted(blocks, key=int)]
+    stages = len(depths)
     bottleneck = "resnet.encoder.stages.0.layers.0.layer.2.convolution.weight" in found.places
     hidden = [sizes[f"channels of stage {stage}"] for stage in range(stages)]
     projected = "resnet.encoder.stages.0.layers.0.shortcut.convolution.weight" in found.places
