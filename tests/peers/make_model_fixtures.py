@@ -3,8 +3,8 @@
 $UNISONO_MXNET_PYTHON tests/peers/make_model_fixtures.py mxnet tests/interop/models
 $UNISONO_MINDSPORE_PYTHON tests/peers/make_model_fixtures.py mindspore tests/interop/models
 
-The networks of Gluon's model zoo are its own. Those of GluonCV, GluonNLP, mindspore/models, MindCV and MindFormers, whose versions
-or dependencies do not go with these, are built of the framework's layers under the names of their parameters.
+The networks of Gluon's model zoo are its own. Those of GluonCV, GluonNLP, mindspore/models, MindCV and MindFormers, whose
+versions or dependencies do not go with these, are built of the framework's layers under the names of their parameters.
 """
 
 import math
