@@ -44,7 +44,8 @@ def seconds(*layouts: Layout, constants: Constants = PLAIN) -> Any:
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"pp": 8}, {"cp": 2}, {"tp": 2, "pp": 2, "ep": 4}], ids=str)
 def test_ranks_together_compute_the_models_flops(name: str, axes: dict[str, int]) -> None:
     model = PRESETS[name]
-    job = layout(model, **(axes if model.experts else {**axes, "ep": 1}))
+    plan: dict[str, Any] = dict(axes if model.experts else {**axes, "ep": 1})
+    job = layout(model, **plan)
     work = count_work([job])
     flops = work.matmul_flops + work.expert_flops + work.attention_flops + work.lm_head_flops
     whole = float(flops[0] * work.num_micro_batches[0]) * job.num_devices
