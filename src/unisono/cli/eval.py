@@ -85,7 +85,8 @@ def command(
         micro_batch=options.micro_batch,
     )
     device, plan = resolve_plan(unsharded, job)
-    world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+    launch = config.launch
+    world = join_world(job, device_type=device.type, timeout_s=launch.timeout_s, backend=launch.collective_backend)
     try:
         sources = build_data(config, held_out_only=True)
         module, step = load_model(config, sources.tokenizer, world, checkpoint)

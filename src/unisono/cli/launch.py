@@ -50,6 +50,13 @@ from unisono.launch.process_layout import JobLayout, assign_processes
     help="Folder of logs and launch.json (default runs/launch-TIME-PID).",
 )
 @click.option("--mpirun", "by_mpirun", is_flag=True, help="Let Open MPI's mpirun start the processes.")
+@click.option(
+    "--mpirun-args",
+    "own_arguments",
+    default="",
+    metavar="TEXT",
+    help="Further arguments of mpirun: '-mca btl_tcp_if_include eth1 --map-by node'.",
+)
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -97,6 +104,7 @@ class _Arguments:
     max_restarts: int
     folder: Path | None
     by_mpirun: bool
+    own_arguments: str
     by_srun: bool
     dry_run: bool
 
@@ -117,7 +125,20 @@ def _handover(command: tuple[str, ...], arguments: _Arguments) -> ExecCommand:
         interface=arguments.interface,
         forwarded=environ,
         options=arguments.launch,
+        own_arguments=_words(arguments.own_arguments),
     )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            given=f"--mpirun-args {text!r}: {error}",
+            rule="it is divided into words as a shell does it",
+            consequence="nothing was started",
+            nearest="close each quotation mark",
+        ) from None
 
 
 def _layout(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> JobLayout:
@@ -179,6 +200,11 @@ def _check_unused(arguments: _Arguments) -> None:
     no_hosts = arguments.hostfile is None
     rules = [
         (arguments.by_mpirun and arguments.by_srun, "--mpirun and --srun", "one of them starts the processes"),
+        (
+            bool(arguments.own_arguments) and not arguments.by_mpirun,
+            "--mpirun-args without --mpirun",
+            "they are arguments of mpirun",
+        ),
         (handed_over and arguments.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
         (
             handed_over and arguments.port > 0,
