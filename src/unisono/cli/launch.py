@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.cli.terminal import echo
@@ -18,10 +19,12 @@ from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
 from unisono.launch.hostfile import Host, read_hostfile
 from unisono.launch.job import SERVER, describe_launch, dry_run_text, run_job
+from unisono.launch.launcher_lines import translate_line
 from unisono.launch.membership import claim_ranks, read_membership
 from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.process_layout import JobLayout, assign_processes
+from unisono.launch.resources import count_accelerators
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -59,13 +62,22 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 )
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
+@click.option(
+    "--from",
+    "is_foreign",
+    is_flag=True,
+    help="COMMAND is a line of another launcher, such as torchrun: show the line of this one, and start nothing.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @common_options
-def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(context: click.Context, command: tuple[str, ...], as_json: bool, is_foreign: bool, **options: Any) -> int:
     """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
 
     Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted (start again), 76 failed and would again.
     """
+    if is_foreign:
+        return _show_translated(context, command, as_json=as_json)
     arguments = _Arguments(**options)
     _check_unused(arguments)
     if arguments.by_mpirun or arguments.by_srun:
@@ -184,6 +196,24 @@ def _joining(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> J
         elastic=True,
         joins=job,
     )
+
+
+def _show_translated(context: click.Context, command: tuple[str, ...], *, as_json: bool) -> int:
+    """Print the line of this launcher that does what ``command``, a line of another one, does, and what it leaves out."""
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    others = sorted(set(given) - {"command", "as_json", "is_foreign"})
+    if others:
+        raise ConfigError(
+            given=f"--from with options of a launch ({', '.join(others)})",
+            rule="--from starts nothing: the line that it shows has all options",
+            consequence="they would have no effect, so no line was written",
+            nearest="add them to the line that is shown",
+        )
+    line = translate_line(command, count_accelerators)
+    notes = [{"argument": argument, "reason": reason} for argument, reason in line.notes]
+    shown = [shlex.join(line.argv), *(f"# {argument}: {reason}" for argument, reason in line.notes)]
+    print_result(as_json, {"command": line.argv, "notes": notes}, shown)
+    return 0
 
 
 def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
