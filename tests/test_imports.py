@@ -37,7 +37,7 @@ def run(arguments):
 groups = {
     "config": ["show", "explain", "schema", "diff"],
     "checkpoint": ["ls", "verify", "export"],
-    "plan": ["show", "check", "diff"],
+    "plan": ["show", "check", "diff", "import"],
     "data": ["verify", "repair", "reindex", "convert", "shard", "inspect", "cat", "pack", "stats", "bench"],
 }
 print(json.dumps({
@@ -52,7 +52,7 @@ print(json.dumps({
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
         ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
         ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
-        ["plan", "check", "nowhere"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
+        ["plan", "check", "nowhere"], ["plan", "import"], ["launch", "--from", "--", "torchrun", "a.py"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
     ]],
 }))
 """

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import mindspore_strategies
 from event_streams import write_events
 from pages import environment
 from pictures import write_photographs
@@ -120,6 +121,18 @@ def corpus(folder: Path) -> None:
 
 def small_run(folder: Path) -> dict[str, str]:
     corpus(folder)
+    return SMALL
+
+
+def from_mxnet_mindspore(folder: Path) -> dict[str, str]:
+    """Weights of MXNet, the run whose weights are exported, and a strategy file of four devices."""
+    corpus(folder)
+    fixtures = Path(__file__).parents[1] / "interop" / "fixtures"
+    (folder / "net-0010.params").write_bytes((fixtures / "named.params").read_bytes())
+    mindspore_strategies.write(folder / "strategy.json", mindspore_strategies.strategy(dp=2, tp=2, shard=2))
+    environ = environment(folder) | SMALL
+    trained = [sys.executable, "-m", "unisono", "train", "--set=run.dir=runs/mine"]
+    subprocess.run(trained, cwd=folder, env=environ, check=True, capture_output=True)
     return SMALL
 
 
@@ -270,6 +283,7 @@ def reviews(folder: Path) -> dict[str, str]:
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
+    "from-mxnet-mindspore.md": from_mxnet_mindspore,
     "guide.md": guide,
     "kvstore.md": kvstore,
     "launching.md": launching,
