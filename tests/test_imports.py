@@ -52,7 +52,8 @@ print(json.dumps({
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
         ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
         ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
-        ["plan", "check", "nowhere"], ["plan", "import"], ["launch", "--from", "--", "torchrun", "a.py"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
+        ["plan", "import"], ["launch", "--from", "--", "torchrun", "a.py"],
+        ["plan", "check", "nowhere"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
     ]],
 }))
 """
