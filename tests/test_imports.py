@@ -52,7 +52,6 @@ print(json.dumps({
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
         ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
         ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
-        ["plan", "import"], ["launch", "--from", "--", "torchrun", "a.py"],
         ["plan", "check", "nowhere"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
     ]],
 }))
@@ -116,7 +115,7 @@ def test_the_public_surface_is_the_stub() -> None:
 
 
 def test_users_have_a_bounded_number_of_fields() -> None:
-    """Settings common to all tasks are 92 at most; components, which name code, and each task's own section 16 more. Data have
+    """Settings common to all tasks are 93 at most; components, which name code, and each task's own section 16 more. Data have
     17: which rows are read, how a part is held out, and which part are questions of their own."""
     leaves = option_tree(RunConfig).leaves
     own = {
@@ -125,7 +124,7 @@ def test_users_have_a_bounded_number_of_fields() -> None:
     }
     assert {section: len(keys) for section, keys in own.items() if len(keys) > (17 if section == "data" else 16)} == {}
     common = leaves.keys() - {key for keys in own.values() for key in keys}
-    assert len(common) <= 92, sorted(common)
+    assert len(common) <= 93, sorted(common)
 
 
 def test_every_field_says_what_it_is_in_one_line() -> None:

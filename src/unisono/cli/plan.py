@@ -139,7 +139,7 @@ def import_file(files: tuple[Path, ...], settings: tuple[str, ...], output: str,
     imported = imported_plan([read_strategies(file) for file in files], parse_settings(settings))
     text = strategy_text(imported.fields)
     with tempfile.TemporaryDirectory() as folder:  # only a plan that can be carried out is written
-        (Path(folder) / PLAN_FILE).write_text(text)
+        write_atomically(Path(folder) / PLAN_FILE, text.encode())
         plan = _load(folder, imported.num_ranks)
     try:
         write_atomically(path, text.encode())

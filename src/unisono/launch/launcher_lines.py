@@ -297,11 +297,11 @@ def _tracker(spelled: str, value: str, asked: _Asked) -> None:
     match value:
         case "mpi":
             asked.by_mpirun = True
-        case "local" | "ssh":
-            pass
-        case _:
+        case "sge" | "yarn" | "mesos" | "slurm" | "kubernetes":
             reason = "this launcher starts processes here or over ssh, or by mpirun or srun, and submits nothing to other systems"
             asked.notes.append((spelled, reason))
+        case _:  # on this host, or on those of the file
+            pass
 
 
 def _host_line(text: str) -> str:
