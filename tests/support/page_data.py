@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import mindspore_strategies
 from event_streams import write_events
 from pages import environment
 from pictures import write_photographs
@@ -269,7 +270,9 @@ def reviews(folder: Path) -> dict[str, str]:
 
 
 def other_frameworks(folder: Path) -> dict[str, str]:
-    """Files of weights of MXNet and MindSpore, and the run of a small program."""
+    """Files of weights of MXNet and MindSpore, the run of a small program, and a strategy file of four devices."""
+    corpus(folder)
+    mindspore_strategies.write(folder / "strategy.json", mindspore_strategies.strategy(dp=2, tp=2, shard=2))
     interop = Path(__file__).parents[1] / "interop"
     for source, name in (
         ("fixtures/named.params", "net-0010.params"),

@@ -201,6 +201,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
 OF_SERVERS = {
     f"launch.{name}" for name in (*SERVER_OPTIONS, "tls")
 }  # tests/cli/test_bad_input.py, tests/cli/test_tls.py
+OF_RANKS = {"launch.collective_backend"}  # tests/dist/test_backends.py
 LEAVES = option_tree(RunConfig).leaves
 
 
@@ -219,7 +220,7 @@ def reported(settings: list[str], ranks: int = 1) -> str:
 
 def test_each_option_is_known_to_act_always_or_names_its_condition() -> None:
     conditional = {key for key, leaf in LEAVES.items() if leaf.spec.applies_with}
-    assert conditional == CASES.keys() | OF_SERVERS
+    assert conditional == CASES.keys() | OF_SERVERS | OF_RANKS
     assert sorted(set(LEAVES) - conditional) == sorted(ALWAYS)
 
 

@@ -77,7 +77,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     device, plan = resolve_plan(config.plan, job)
     with ExitStack() as stack:
         job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
-        world = init_distributed(plan, job, device.type, config.launch.timeout_s)
+        world = init_distributed(plan, job, device.type, config.launch.timeout_s, config.launch.collective_backend)
         stack.callback(world.close)
         task = config.task
         require_whole_results(_data_addresses(config.data))

@@ -37,7 +37,7 @@ NOT_COMPARED = (
     *("loader.num_workers", "loader.worker_kind", "loader.timeout_s"),
     *("train.max_skips", "train.gc_every_steps", "train.gradient_stats_every_steps", "checkpoint", "observe"),
     *("launch.allocator", "launch.num_servers", "launch.num_replicas", "launch.snapshot_every_s", "launch.tls"),
-    *("launch.max_restarts", "launch.timeout_s", "launch.grace_s"),
+    *("launch.max_restarts", "launch.timeout_s", "launch.grace_s", "launch.collective_backend"),
 )
 
 

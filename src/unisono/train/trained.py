@@ -120,7 +120,8 @@ def trained_run(
         micro_batch=options.micro_batch,
     )
     device, plan = resolve_plan(unsharded, job)
-    world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+    launch = config.launch
+    world = join_world(job, device_type=device.type, timeout_s=launch.timeout_s, backend=launch.collective_backend)
     try:
         sources = build_data(config, held_out_only=held_out_only)
         meta: Mapping[str, Any] = {}
