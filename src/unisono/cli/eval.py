@@ -66,25 +66,16 @@ def command(
         )
     from unisono.data.dataset import collated
     from unisono.dist import job_from_environ, join_world
-    from unisono.plan.options import PlanOptions
-    from unisono.plan.resolve import with_strategy_file
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
     from unisono.train.load import load_model
     from unisono.train.objectives import as_objective
     from unisono.train.sample_losses import losses_of_samples
-    from unisono.train.setup import resolve_plan
+    from unisono.train.setup import resolve_whole_model
     from unisono.train.step import ForwardBackward, input_selector
 
     job = job_from_environ(os.environ)
-    options, _ = with_strategy_file(config.plan)
-    unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
-        device=options.device,
-        precision=options.precision,
-        global_batch=options.global_batch * job.world_size,
-        micro_batch=options.micro_batch,
-    )
-    device, plan = resolve_plan(unsharded, job)
+    device, plan = resolve_whole_model(config.plan, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
         sources = build_data(config, held_out_only=True)
