@@ -27,10 +27,10 @@ from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import ConfigError, DataError
 from unisono.models.loss import LazyLogits
 from unisono.tasks.targets import split_words, text_of
-from unisono.train.build import has_own_data
+from unisono.train.build import find_objective, has_own_data
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.metric_kinds import CLASSES, NUMBERS, objective_kind
-from unisono.train.objectives import Batch, dense_logits, find_logits, next_token
+from unisono.train.objectives import Batch, dense_logits, find_logits, find_targets, next_token
 from unisono.train.settings import function_name
 
 ValueType = Literal["text", "int", "float", "texts", "ints", "floats", "texts of each", "floats of each"]
@@ -78,7 +78,7 @@ def output_kind(
     unread: dict[str, float] = {}
     if (top_k or 1) > 1 and not any(name.startswith("top_") for name in kind.fields):
         unread["--top-k"] = top_k or 1
-    if threshold is not None and "labels" not in [*kind.fields][:1]:
+    if threshold is not None and next(iter(kind.fields)) != "labels":
         unread["--threshold"] = threshold
     for option, value in unread.items():
         raise ConfigError(
@@ -92,6 +92,8 @@ def output_kind(
 
 def _kind_of(config: RunConfig, tokenizer: Tokenizer | None, top_k: int, threshold: float) -> OutputKind:
     task, objective = config.task, config.components.objective
+    if objective == AUTO:
+        objective = find_objective(config)
     name = objective if isinstance(objective, str) else function_name(objective)
     if name in _SEVERAL_LABELS:
         classes = task.classes if task.has_classes and not has_own_data(config) else ()
@@ -99,8 +101,8 @@ def _kind_of(config: RunConfig, tokenizer: Tokenizer | None, top_k: int, thresho
     if has_own_data(config):
         if name in _TOKEN_OBJECTIVES:
             return _language_model()
-        kind = objective_kind(name) if name != AUTO else CLASSES if task.has_classes else NUMBERS
-        return {CLASSES: _one_class((), top_k), NUMBERS: _numbers(None, None)}.get(kind) or _outputs()
+        own = {CLASSES: _one_class((), top_k), NUMBERS: _numbers(None, None)}
+        return own.get(objective_kind(name)) or _outputs()
     if task.kind == "language_model":
         return _language_model()
     if task.kind == "masked_language_model":
@@ -208,7 +210,7 @@ def _language_model() -> OutputKind:
 
     def read(outputs: Any, batch: Batch) -> list[Values]:
         logits, found = find_logits(outputs), list[Values]()
-        for row in range(len(batch["targets"])):
+        for row in range(len(find_targets(batch))):
             part = slice(row, row + 1)
             own = {name: batch[name][part] for name in ("targets", "weights") if name in batch}
             of_row = logits._replace(hidden=logits.hidden[part]) if isinstance(logits, LazyLogits) else logits[part]
