@@ -19,8 +19,8 @@ from PIL import Image
 from task_data import SMALL, write_images, write_lines, write_reviews, write_table, write_tagged
 
 from unisono.config import load_config
-from unisono.data.convert import open_table
 from unisono.data.image import image_records
+from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.sources import open_source
 from unisono.dist import JobSpec, join_world
@@ -274,8 +274,35 @@ def test_tables_of_several_files_and_formats(desk: Desk, run: Run, tmp_path: Pat
         (name, at + 1) for name in ("a.csv", "b.csv") for at in range(len(rows))
     ]
     assert [row["class"] for row in several] == 2 * [row["class"] for row in rows]
-    table = open_table(folder / "a.csv")
-    assert len([*table.rows]) == len(rows)
+    names = [tmp_path / "set" / f"rows.mindrecord{number}" for number in range(2)]
+    names[0].parent.mkdir()
+    with MindRecordWriter(
+        names[0].with_suffix(".mindrecord"), {"x": "float64", "y": "float64", "kind": "string"}, shards=2
+    ) as writer:
+        for line in data.read_text().splitlines()[:7]:
+            writer.write({name: value for name, value in json.loads(line).items() if name in ("x", "y", "kind")})
+    assert all(name.is_file() for name in names)
+    of_set = rows_of(desk.here("predict", str(run_dir), str(names[0].parent)))
+    assert [(row["file"], row["row"], row["class"]) for row in of_set] == [
+        (str(names[0]), at, row["class"]) for at, row in enumerate([*rows[:7:2], *rows[1:7:2]])
+    ]
+
+
+def test_a_value_that_no_model_reads_is_an_error_of_its_row(desk: Desk, run: Run, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    run_dir, _ = run("number")
+    columns: dict[str, Any] = {
+        "x": [1.0, 2.0, None],
+        "y": [0.0, 0.0, 0.0],
+        "kind": ["flat", "house", "flat"],
+        "free": [None, {"a": 1}, None],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "nulls.parquet")
+    rows = rows_of(desk.here("predict", str(run_dir), str(tmp_path / "nulls.parquet"), "--on-error=mark"))
+    assert ["error" in row for row in rows] == [False, False, True]
+    assert rows[2]["error"].startswith(f"column 'x' of row 3 of {tmp_path / 'nulls.parquet'}: double with nulls")
 
 
 # --- what cannot be read ---------------------------------------------------------------------------------------------

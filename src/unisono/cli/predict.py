@@ -185,7 +185,7 @@ def _samples(config: RunConfig, tokenizer: Tokenizer | None, given: str) -> tupl
     if given == _STANDARD_INPUT:
         lines: Iterator[bytes] = iter(sys.stdin.buffer.readline, b"")
         return line_samples(lines, given, config.task), inputs
-    return new_samples(given, config.task, config.data), inputs
+    return new_samples(given, config.task, config.data, tokenizer), inputs
 
 
 def _counted(predictions: Iterable[Prediction], counts: Counter[str]) -> Iterator[Prediction]:

@@ -152,7 +152,7 @@ def _shard_windows(
             nearest=f"leave {name} out",
         )
     if masked or shards.vocab_size > tokenizer.vocab_size:
-        _check_same_vocabulary(shards, tokenizer)
+        check_same_vocabulary(shards, tokenizer)
     given = token_shards(data.eval, data) if data.eval else None
     if data.eval and given is None:
         raise DataError(
@@ -374,7 +374,8 @@ def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
 
 
-def _check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
+def check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
+    """Raise DataError for token shards of another number of ids than the tokenizer has."""
     if shards.vocab_size != tokenizer.vocab_size:
         raise DataError(
             given=f"token shards of {shards.vocab_size} ids with the tokenizer {tokenizer.name!r} of {tokenizer.vocab_size}",

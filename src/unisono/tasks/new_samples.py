@@ -24,10 +24,11 @@ import numpy as np
 
 from unisono.data.convert.file_kind import TOKENS, file_kind
 from unisono.data.convert.formats.jsonl import lines_of, object_of_line, row_of_line
-from unisono.data.convert.formats.table import Row, check_columns, open_source, unreadable_error
+from unisono.data.convert.formats.table import OtherFields, Row, check_columns, open_source, unreadable_error
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES, image_files
 from unisono.data.convert.table_files import files_of, open_file
 from unisono.data.dataset import Batch, Dataset, read_samples
+from unisono.data.mindrecord import MindRecordFile
 from unisono.data.options import DataOptions
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources import open_source as open_data
@@ -35,9 +36,11 @@ from unisono.data.sources import source_paths
 from unisono.data.sources.arrow_folder import arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import sample_of_row
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, corpus_at, read_text, unreadable_file_error
+from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
-from unisono.tasks.data import held_out_windows
+from unisono.tasks.data import check_same_vocabulary, held_out_windows
 from unisono.tasks.encoders import input_columns
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions
 from unisono.tasks.sources import INPUT_NAMES, cache_folder, token_shards
@@ -65,18 +68,21 @@ class NewSample:
         return self.file if self.row is None else f"{self.file}:{self.row}"
 
 
-def new_samples(given: str, task: TaskOptions, data: DataOptions) -> Iterator[NewSample]:
+def new_samples(given: str, task: TaskOptions, data: DataOptions, tokenizer: Tokenizer | None) -> Iterator[NewSample]:
     """The samples of files or folders, in order.
 
     Args:
         given: A file, a folder, a glob or an address.
         task: The resolved task of the run.
         data: Of the run: lengths, the column of texts, and where copies of remote files are kept.
+        tokenizer: Of the run; None for images and tables.
 
     Raises:
         DataError: Nothing is there, or a file is of no kind that the task reads; while iterating, a table is damaged.
     """
     if task.kind == "language_model" and (shards := token_shards(given, data)) is not None:
+        if tokenizer is not None and shards.vocab_size > tokenizer.vocab_size:
+            check_same_vocabulary(shards, tokenizer)
         windows = held_out_windows(data, shards, masked=False)
         return _numbered(given, windows, partial(_sample_at, windows))
     seen: set[Path] = set()
@@ -91,7 +97,7 @@ def line_samples(lines: Iterable[bytes], file: str, task: TaskOptions) -> Iterat
     offset = 0
     for number, line in enumerate(lines, 1):
         if reads_objects:
-            read = partial(_of_object, line, Path(file), number, offset, partial(_columns, task, ""))
+            read = partial(_of_object, line, Path(file), number, offset, partial(_columns, task, "", {}))
         elif task.kind == "image":
             read = partial(_image_at, Path(os.fsdecode(line.rstrip(b"\r\n"))))
         else:
@@ -103,7 +109,8 @@ def line_samples(lines: Iterable[bytes], file: str, task: TaskOptions) -> Iterat
 def _samples_of(path: str | Path, task: TaskOptions, data: DataOptions, seen: set[Path]) -> Iterator[NewSample]:
     """The samples of one file or folder; ``seen`` are the files of sets that were read already."""
     kind = _kind(path, task)
-    columns_of = partial(_columns, task, data.text_column)
+    others: OtherFields = {}
+    columns_of = partial(_columns, task, data.text_column, others)
     if kind == "image":
         yield NewSample(file=str(path), row=None, read=partial(_image_at, Path(path)))
     elif kind == "images":
@@ -114,6 +121,9 @@ def _samples_of(path: str | Path, task: TaskOptions, data: DataOptions, seen: se
     elif kind == "arrow":
         yield from _rows(str(path), arrow_rows(arrow_files(Path(path))), columns_of)
     elif kind in (".rec", ".mindrecord"):
+        if kind == ".mindrecord" and path in seen:
+            return  # the first file of a set has opened all of it
+        seen.update(MindRecordFile(path).paths if kind == ".mindrecord" else [])
         records = open_data(path, classes=False, cache_dir=cache_folder(data))
         yield from _numbered(str(path), records, partial(_of_record, records, str(path), columns_of))
     else:
@@ -126,7 +136,7 @@ def _samples_of(path: str | Path, task: TaskOptions, data: DataOptions, seen: se
                     read = partial(_of_object, line, file, number, offset, columns_of)
                     yield NewSample(file=str(file), row=number, read=read)
             else:
-                yield from _rows(str(file), open_file(file, kind, others={}).rows, columns_of)
+                yield from _rows(str(file), open_file(file, kind, others=others).rows, columns_of)
 
 
 def _kind(path: str | Path, task: TaskOptions) -> str:
@@ -160,14 +170,33 @@ def _kind(path: str | Path, task: TaskOptions) -> str:
 _ColumnsOf = Callable[[Collection[str], str], dict[str, str]]
 
 
-def _columns(task: TaskOptions, text_column: str, fields: Collection[str], where: str) -> dict[str, str]:
-    """The column of each entry that the task reads. Raises DataError for a sample without one of them."""
+def _columns(
+    task: TaskOptions, text_column: str, others: OtherFields, fields: Collection[str], where: str
+) -> dict[str, str]:
+    """The column of each entry that the task reads.
+
+    Args:
+        task: The task.
+        text_column: Column of texts of a language model; empty if that is not said.
+        others: Fields with values that no row can hold, which are left out of their rows.
+        fields: The columns that are there.
+        where: The sample, for an error.
+
+    Raises:
+        DataError: The sample lacks a column.
+    """
     columns = input_columns(task)
     if task.kind in LANGUAGE_MODELS and not columns:
         names = (text_column,) if text_column else INPUT_NAMES[task.kind]
         columns = {"text": next((name for name in names if name in fields), names[0])}
     if task.kind == "image" and columns["image"] not in fields and "image" in fields:
         columns = {"image": "image"}  # as files of records call it
+    for name in columns.values():
+        if name in others and name not in fields:
+            problem = others[name].error.problems[0]
+            raise unreadable_error(
+                f"column {quoted(name)} of {where}: {others[name].type}", problem.rule, problem.nearest
+            )
     check_columns(list(columns.values()), fields, where)
     return columns
 
