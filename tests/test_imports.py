@@ -93,7 +93,14 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert {code for _, code in codes} == {0, 2}
     assert [text for text, code in codes if code == 2] == [
         *("", "trian", "train --nonsense", "train run.yaml", "train --set optim.lt=1", "train --set model.num_heads=3"),
-        *("eval --samples many", "eval nowhere", "generate nowhere", "predict nowhere -", "config explain nothing", "init run.toml"),
+        *(
+            "eval --samples many",
+            "eval nowhere",
+            "generate nowhere",
+            "predict nowhere -",
+            "config explain nothing",
+            "init run.toml",
+        ),
         "checkpoint ls nowhere",
         "plan check nowhere",
         "checkpoint verify nowhere",

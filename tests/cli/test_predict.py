@@ -41,7 +41,7 @@ TASKS: dict[str, tuple[Callable[[Path], Path], str, tuple[str, ...]]] = {
     "image": (
         write_images,
         "images",
-        ("--set=task.kind=image", "--set=image.size=16", "--set=components.model=resnet14"),
+        ("--set=task.kind=image", "--set=image.size=16", "--set=components.model=resnet14", "--set=optim.lr=1e-5"),
     ),
     "text": (write_reviews, "reviews.jsonl", ("--set=task.kind=text", LENGTH, *SMALL)),
     "words": (write_tagged, "tagged.jsonl", ("--set=task.kind=sequence_labelling", LENGTH, *SMALL)),
