@@ -50,7 +50,7 @@ print(json.dumps({
         ["completion", "bash"], ["config", "explain", "optim.lr"], ["init", "run.toml"], ["init", "--python", "run.py"],
         ["config", "diff", "run.toml", "run.toml"],
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
-        ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
+        ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"], ["predict", "nowhere", "-"],
         ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
         ["plan", "check", "nowhere"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
     ]],
@@ -79,6 +79,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "kvstore",
         "launch",
         "plan",
+        "predict",
         "profile",
         "report",
         "top",
@@ -92,7 +93,14 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert {code for _, code in codes} == {0, 2}
     assert [text for text, code in codes if code == 2] == [
         *("", "trian", "train --nonsense", "train run.yaml", "train --set optim.lt=1", "train --set model.num_heads=3"),
-        *("eval --samples many", "eval nowhere", "generate nowhere", "config explain nothing", "init run.toml"),
+        *(
+            "eval --samples many",
+            "eval nowhere",
+            "generate nowhere",
+            "predict nowhere -",
+            "config explain nothing",
+            "init run.toml",
+        ),
         "checkpoint ls nowhere",
         "plan check nowhere",
         "checkpoint verify nowhere",

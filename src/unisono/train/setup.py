@@ -70,6 +70,18 @@ def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, 
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
+def resolve_whole_model(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and a plan in which each rank has the whole model, whatever the plan of the training was."""
+    options, _ = with_strategy_file(options)
+    unsharded = PlanOptions(
+        device=options.device,
+        precision=options.precision,
+        global_batch=options.global_batch * job.world_size,
+        micro_batch=options.micro_batch,
+    )
+    return resolve_plan(unsharded, job)
+
+
 def watch_steps(world: World, run_dir: Path, step: Callable[[], int]) -> Watchdog | None:
     """Have the watchdog of the world count steps too, and write into the run's folder; returns a new one where it has none."""
     logs = run_dir / LOGS_FOLDER
