@@ -102,6 +102,11 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
         ((*JOB, "--pin", "tp=2", "--pin", "tp=4"), "--pin tp=2 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
+        ((*JOB, "--pin", "schedule=1f2b"), "--pin schedule=1f2b\n  rule: a schedule is gpipe, 1f1b, interleaved, zbv"),
+        (
+            (*JOB, "--pin", "schedule=zbv", "--pin", "stages_per_rank=4"),
+            "schedule=zbv stages_per_rank=4\n  rule: axes divide",
+        ),
         ((*JOB, "--pin", "recompute=some"), "recompute is none, selective, full or partial"),
         (
             (*JOB, "--pin", "recomputed_blocks=0"),
@@ -367,6 +372,9 @@ def test_partial_recompute_is_what_simulate_predicts(desk: Desk) -> None:
         ("pp=2", "stages_per_rank=2"),
         ("pp=2", "stages_per_rank=2", "recomputed_blocks=2"),
         ("pp=1", "zero=1", "recompute=partial"),
+        ("pp=2", "schedule=zbv"),
+        ("pp=2", "schedule=gpipe"),
+        ("pp=2", "schedule=1f1b"),
     ],
     ids=str,
 )
@@ -394,7 +402,7 @@ def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: P
     assert (plan["mesh"]["pp"], plan["mesh"]["dp_shard"]) == (layout["pp"], layout["dp_shard"])
     assert plan["batch"] == {"global_batch": 4, "micro_batch": 1, "accumulation": 4 // layout["dp"]}
     assert layout["pp"] == 1 or (plan["pipeline"]["schedule"], sum(plan["pipeline"]["layers_per_stage"])) == (
-        "interleaved",
+        layout["schedule"],
         12,
     )
     assert layout["pp"] > 1 or plan["fsdp"]["zero"] == layout["zero"]

@@ -178,7 +178,7 @@ def _pins(texts: Sequence[str]) -> dict[str, int | str]:
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS
+    from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, SCHEDULES
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
@@ -188,6 +188,12 @@ def _pin(text: str) -> tuple[str, int | str]:
     if name == "recompute":
         if value not in (*RECOMPUTE, PARTIAL):
             raise _refused(f"--pin {text}", "recompute is none, selective, full or partial", "recompute=full")
+        return name, value
+    if name == "schedule":
+        if value not in SCHEDULES:
+            raise _refused(
+                f"--pin {text}", f"a schedule is {', '.join(SCHEDULES)}", f"schedule={nearest_name(value, SCHEDULES)}"
+            )
         return name, value
     if name == "zero":
         if value not in map(str, ZERO_STAGES):

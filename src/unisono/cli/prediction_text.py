@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from unisono.planner.simulate import Prediction
 
 _LAYOUT = (
-    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "cut", "cp", "ep"),
+    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "schedule", "cut"),
+    *("cp", "ep"),
     *("micro_batch", "global_batch", "seq_len", "recompute", "recomputed_blocks"),
 )
 
@@ -27,7 +28,7 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     from unisono.planner.step_time import efficiency_key, fitted_constants
 
     step_s, factor = prediction.step_s, 1 + prediction.spread
-    yield " ".join(f"{name}={_text(value)}" for name, value in layout_facts(layout).items() if value != [])
+    yield " ".join(f"{name}={_text(value)}" for name, value in layout_facts(layout).items() if value not in ([], None))
     if layout.pp > 1 and not layout.stages_per_rank:
         yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"
     yield f"step {step_s:.4g} s; nine of ten such runs lie between {step_s / factor:.4g} and {step_s * factor:.4g} s"

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from unisono.errors import nearest_name
+from unisono.plan.options import Schedule
+from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
 from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recompute
@@ -22,7 +24,7 @@ _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
     *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
-    *("recomputed_blocks", "cut", "notes"),
+    *("recomputed_blocks", "cut", "schedule", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -43,9 +45,9 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled, the loss fused or attention FlashAttention-2. A precision such as ``bf16-true`` has all states in 16 bits. With
-    ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a
-    single number is that of every stage.
+    compiled, the loss fused or attention FlashAttention-2; a ``schedule`` has its usual number of stages. A precision such
+    as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage
+    that are recomputed in full, such as ``8,6,4,4``; a single number is that of every stage.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -61,7 +63,10 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     global_batch = _number(row, "global_batch")
     micro_batch = _number(row, "micro_batch") or _default_micro_batch(seq_len, global_batch / replicas)
     virtual = re.search(r"\b(?:VPP?|virtual stages)\W{0,3}(\d+)", row.get("notes", ""), re.IGNORECASE)
-    stages_per_rank = int(virtual[1]) if virtual and pp > 1 else 0
+    schedule = _schedule(row.get("schedule", ""))
+    stages_per_rank = STAGES_PER_RANK[schedule] if schedule else 0
+    if virtual and pp > 1:
+        stages_per_rank = int(virtual[1])
     layout = Layout(
         model=model,
         device=device,
@@ -70,6 +75,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         tp=tp,
         pp=pp,
         stages_per_rank=stages_per_rank,
+        schedule=schedule,
         cut=_cut(row.get("cut", "")),
         cp=cp,
         ep=ep,
@@ -212,6 +218,17 @@ def _cut(text: str) -> Cut:
     if text:
         raise LayoutError(f"cut {text!r}", "it is balanced, equal or empty", "cut=balanced")
     return "equal"
+
+
+def _schedule(text: str) -> Schedule | None:
+    for schedule in STAGES_PER_RANK:
+        if text == schedule:
+            return schedule
+    if text:
+        raise LayoutError(
+            f"schedule {text!r}", f"it is {', '.join(STAGES_PER_RANK)} or empty", nearest_name(text, STAGES_PER_RANK)
+        )
+    return None
 
 
 def _near(name: str, known: Mapping[str, object]) -> str:

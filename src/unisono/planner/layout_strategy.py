@@ -41,7 +41,7 @@ def plan_of(layout: Layout) -> Plan:
         sequence_parallel=layout.tp > 1,
         cp=layout.cp,
         pp=layout.pp,
-        schedule="interleaved" if layout.stages_per_rank > 1 else "1f1b",
+        schedule=layout.passes,
         ep=layout.ep,
         precision=layout.precision,
         recompute="full" if layout.recompute == "partial" else layout.recompute,

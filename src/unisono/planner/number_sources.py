@@ -42,7 +42,10 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "imbalance": Source(
         kind="modelled", text="work of the rank with most blocks, or with the output matrix, over the mean"
     ),
-    "bubble": Source(kind="modelled", text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473)"),
+    "bubble": Source(
+        kind="modelled",
+        text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473); of zbv by its order (arXiv 2401.10241)",
+    ),
     "sharding": _fitted("passes of the ZeRO stage over parameters with each micro-batch (arXiv 1910.02054)"),
     "gradients": _fitted("bytes of the ZeRO stage once in a step (arXiv 1910.02054)"),
     "stragglers": _fitted("a part of the step for each doubling of the devices"),

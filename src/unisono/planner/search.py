@@ -14,7 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
-from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, Job, Space, Value
+from unisono.planner.layout_space import (
+    AXES,
+    PARTIAL,
+    RECOMPUTE,
+    RECOMPUTED_BLOCKS,
+    SCHEDULES,
+    WORDS,
+    Job,
+    Space,
+    Value,
+)
 from unisono.planner.layout_time import layout_time
 from unisono.planner.partial_recompute import least_recompute, pinned_recompute
 from unisono.planner.peak_memory import peak_memory
@@ -23,6 +33,8 @@ MEMORY_SHARE: Final = (
     0.92  # of the device's memory that a layout may take: the rest is for communicators and the driver
 )
 _SAME: Final = 0.03  # part of a step time, or of a memory: predictions are not more exact than this
+# of an axis; the schedule that follows from the stages of a rank goes without saying
+_UNUSED: Final = (0, 1, "none", None, "1f1b", "interleaved")
 _EQUAL: Final = 1e-9  # as times of many layouts are summed in another order
 
 
@@ -44,7 +56,7 @@ class PredictedLayout:
     def axes_text(self) -> str:
         """The axes that the layout uses, such as ``tp=8 pp=4``."""
         values = [(axis, getattr(self.layout, axis)) for axis in AXES]
-        used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
+        used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in _UNUSED]
         texts = [f"{axis}={value}" for axis, value in used]
         if self.layout.recompute == PARTIAL:
             texts.append(f"({sum(self.layout.recomputed_blocks)} of {self.layout.model.layers} blocks)")
@@ -229,7 +241,7 @@ def _changes(
     """For each other value of an axis, the best layout with it: the fastest that fits, else the one that needs least memory."""
     for axis in AXES:
         values = [getattr(layout, axis) for layout in layouts]
-        for value in sorted(set(values), key=str if axis == "recompute" else float):
+        for value in sorted(set(values) - {None}, key=float if axis not in WORDS else str):
             if best is not None and value == values[best]:
                 continue
             inside = np.array([each == value for each in values], bool)
@@ -242,7 +254,7 @@ def _complexity(layout: Layout) -> tuple[float, ...]:
     """Fewer axes first, then fewer ranks of each; recompute and sharding count as axes."""
     axes = (layout.pp, layout.cp, layout.tp, layout.stages_per_rank, layout.ep)
     used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + (*RECOMPUTE, PARTIAL).index(layout.recompute)
-    return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch)
+    return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch, SCHEDULES.index(layout.passes))
 
 
 def _pareto(times: Numbers, needs: Numbers) -> list[int]:

@@ -45,8 +45,10 @@ class StepWork:
         attention_flops: Scores and weighted values, of causal attention.
         older_attention: 1 where its kernels are those of an older architecture than the device's, else 0.
         lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
-        most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
-        last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
+        most_blocks: Blocks of the pipeline rank that has most, without that of the output matrix; 0 if the cut is equal.
+        last_blocks: Blocks of the pipeline rank that has the output matrix; 0 if the cut is equal.
+        forward_share: Part of all passes that the forward pass takes.
+        later_share: With the schedule zbv, the part of ``matmul_flops`` whose gradients of weights are computed later; else 0.
         activation_bytes: Activations that blocks keep.
         tp_s: Collectives of tensor parallelism.
         tp_collectives: Their number.
@@ -79,6 +81,8 @@ class StepWork:
     lm_head_flops: Numbers
     most_blocks: Numbers
     last_blocks: Numbers
+    forward_share: Numbers
+    later_share: Numbers
     activation_bytes: Numbers
     tp_s: Numbers
     tp_collectives: Numbers
@@ -171,7 +175,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     replicas = dp * cp / shared  # that sum their gradients once in a step
     once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
-    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) for layout in layouts]
+    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) * layout.pp for layout in layouts]
+    heads = [layout.head_rank for layout in layouts]
+    forward_share = 1 / (3 + recomputes)
 
     def bandwidth(ranks: Numbers) -> Numbers:
         """Of a group of ranks; those in one domain each bring a part of the others' bytes over their own network card."""
@@ -188,8 +194,12 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
         older_attention=older_attention,
         lm_head_flops=6 * vocab * hidden * part,
-        most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
-        last_blocks=np.array([blocks[-1] for blocks in cuts]),
+        most_blocks=np.array(
+            [max((*cut[:head], *cut[head + 1 :]), default=0.0) for cut, head in zip(cuts, heads, strict=True)]
+        ),
+        last_blocks=np.array([cut[head] for cut, head in zip(cuts, heads, strict=True)]),
+        forward_share=forward_share,
+        later_share=forward_share * np.array([_delayed(layout) for layout in layouts]),
         activation_bytes=layers / pp * kept * tokens / tp * recomputed,
         tp_s=tp_passes * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
         tp_collectives=tp_passes * layers / pp * (tp > 1),
@@ -218,3 +228,18 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
     )
+
+
+def _delayed(layout: Layout) -> float:
+    """Of the weights of attention and dense layers, the part whose gradients zbv computes later; 0 with another schedule.
+
+    Row-wise layers of tensor parallelism compute theirs at once (``parallel.pipeline.weight_gradients``).
+    """
+    if layout.passes != "zbv" or layout.tp == 1:
+        return float(layout.passes == "zbv")
+    model = layout.model
+    units = model.shared_ffn * model.expert_layers + (model.dense_ffn or model.ffn) * (
+        model.layers - model.expert_layers
+    )
+    row_wise = model.layers * model.heads * model.head_dim * model.hidden + units * model.hidden
+    return 1 - row_wise / model.dense_params
