@@ -107,6 +107,11 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
             (*JOB, "--pin", "schedule=zbv", "--pin", "stages_per_rank=4"),
             "schedule=zbv stages_per_rank=4\n  rule: axes divide",
         ),
+        ((*JOB, "--pin", "offload=1"), "--pin offload=1\n  rule: offload is true or false"),
+        (
+            (*JOB, "--pin", "offload=true", "--pin", "recompute=full"),
+            "--pin offload=true with recompute=full\n  rule: offload moves what blocks keep",
+        ),
         ((*JOB, "--pin", "recompute=some"), "recompute is none, selective, full or partial"),
         (
             (*JOB, "--pin", "recomputed_blocks=0"),
@@ -419,3 +424,34 @@ def test_a_layout_that_no_run_has_says_so_and_is_not_written(desk: Desk, tmp_pat
     assert applied.code == 2
     assert "runs compute in bf16 or fp16, and without tp in fp8" in applied.err
     assert not Path(file).exists()
+
+
+def test_offload_is_told_in_text_json_and_page_and_written(desk: Desk) -> None:
+    job = ("--cluster=gh200x64", *JOB[2:], "--seq-len=8192")
+    text = desk.here("plan", *job, "--report=moved.html", "--apply=moved.json")
+    assert text.code == 0, text.err
+    found = desk.here("plan", *job, "--json").json
+    best = found["best"]
+    assert best["layout"]["offload"] is True
+    assert " recompute=none offload=true\n" in text.out
+    assert "\n  on the host " in text.out
+    assert best["prediction"]["host_bytes"] > 2**30
+    assert found["sources"]["offload"]["kind"] == "modelled"
+    (other,) = (each for each in found["changes"] if each["axis"] == "offload")
+    assert other["value"] is False
+    assert other["step_s"] > best["step_s"]
+    assert "\n  offload=false        +" in text.out
+    page = (desk.folder / "moved.html").read_text()
+    assert "on the host, of each device" in page
+    assert ">offload</td>" in page
+    assert desk.here("plan", "check", "moved.json").out.startswith("a legal plan for 64 processes: 64 x cuda")
+    layout = best["layout"]
+    columns = [
+        f"{name}={layout[name]}" for name in ("tp", "pp", "micro_batch", "global_batch", "zero", "cut", "schedule")
+    ]
+    columns += ["offload=true", f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}", "gpus=64"]
+    simulated = desk.here("plan", "simulate", "--json", "model=llama-3-70b", "gpu_type=gh200", *columns).json
+    assert simulated["step_s"] == pytest.approx(best["step_s"])
+    (desk.folder / "own.toml").write_text('device = "gh200"\nnum_devices = 64\nhost_gb_per_s = 20\n')
+    slow = desk.here("plan", "--cluster=own.toml", *job[1:], "--json").json
+    assert slow["best"]["layout"]["offload"] is False

@@ -135,6 +135,8 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
             {"schedule": "zbv", "pp": "2", "notes": "VP=4"},
             "schedule zbv with 4 stages per rank: gpipe and 1f1b have one",
         ),
+        ({"offload": "yes"}, "offload 'yes': it is true, false or empty"),
+        ({"offload": "true", "gpu_type": "TPU v4"}, "offload on tpu-v4: no bandwidth between this device and its host"),
         ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
         ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),
         ({"ep": "2"}, "ep 2: it divides the model's 0 experts"),

@@ -69,6 +69,20 @@ def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
         assert math.prod(mesh[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) == 64
 
 
+def test_offload_is_that_of_an_accelerator(tmp_path: Path) -> None:
+    job = replace(JOB, seq_len=4096, device=DEVICES["gh200"], pins={"offload": True, "pp": 4})
+    best = choose(job, compare(job)).best
+    assert best is not None
+    groups = strategy(best.layout)
+    assert (groups["mesh"]["device"], groups["recompute"]) == ("cuda", {"mode": "none", "offload": True})
+    write_strategy(tmp_path / "plan.json", best.layout)
+    read = derive_plan(
+        PlanOptions(file=str(tmp_path / "plan.json")), world_size=64, device="cpu", native_bf16=True
+    )  # fmt: skip
+    assert read == plan_of(best.layout)
+    assert read.recompute.offload
+
+
 def test_each_schedule_that_is_compared_is_a_legal_plan() -> None:
     layouts = [
         layout for layout in Space(replace(JOB, seq_len=4096, num_devices=16, global_batch=24)).layouts if layout.pp > 1

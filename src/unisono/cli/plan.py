@@ -17,7 +17,7 @@ from unisono.cli.plan_calibrate import calibrate
 from unisono.cli.plan_fit import fit
 from unisono.cli.plan_search import find_plan, search_options
 from unisono.cli.plan_simulate import simulate
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, PlanError
 from unisono.plan.options import PlanOptions
 from unisono.storage.run_folder import PLAN_FILE
 
@@ -167,6 +167,12 @@ def _load(file: str, processes: int | None = None) -> Plan:
 
 def _derive(options: PlanOptions, processes: int) -> Plan:
     from unisono.dist import JobSpec
-    from unisono.train.setup import resolve_plan
+    from unisono.plan.resolve import derive_plan, with_strategy_file
+    from unisono.train.setup import find_device, resolve_plan
 
+    device = with_strategy_file(options)[0].device
+    try:
+        find_device(device, 0)
+    except PlanError:  # of another machine, which is taken to compute bf16
+        return derive_plan(options, world_size=processes, device=device.partition(":")[0], native_bf16=True)
     return resolve_plan(options, JobSpec(world_size=processes))[1]

@@ -159,7 +159,7 @@ def _sequences(text: str, seq_len: int) -> int:
 
 
 def _pins(texts: Sequence[str]) -> dict[str, int | str]:
-    from unisono.planner.layout_space import PARTIAL, RECOMPUTED_BLOCKS
+    from unisono.planner.layout_space import OFFLOAD, PARTIAL, RECOMPUTED_BLOCKS
 
     pins: dict[str, int | str] = {}
     for text in texts:
@@ -173,12 +173,18 @@ def _pins(texts: Sequence[str]) -> dict[str, int | str]:
             "some blocks are recomputed in partial recompute alone",
             f"--pin {RECOMPUTED_BLOCKS}={pins[RECOMPUTED_BLOCKS]} alone",
         )
+    if pins.get(OFFLOAD) and pins.get("recompute", "none") != "none":
+        raise _refused(
+            f"--pin offload=true with recompute={pins['recompute']}",
+            "offload moves what blocks keep, and recomputed blocks keep next to nothing",
+            "--pin offload=true alone",
+        )
     return pins
 
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, SCHEDULES
+    from unisono.planner.layout_space import AXES, OFFLOAD, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, SCHEDULES
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
@@ -189,6 +195,10 @@ def _pin(text: str) -> tuple[str, int | str]:
         if value not in (*RECOMPUTE, PARTIAL):
             raise _refused(f"--pin {text}", "recompute is none, selective, full or partial", "recompute=full")
         return name, value
+    if name == OFFLOAD:
+        if value not in ("true", "false"):
+            raise _refused(f"--pin {text}", "offload is true or false", "offload=true")
+        return name, value == "true"
     if name == "schedule":
         if value not in SCHEDULES:
             raise _refused(

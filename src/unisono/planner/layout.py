@@ -60,6 +60,7 @@ class Layout:
         recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here. ``partial``
             is full recompute of some blocks of each stage; the others keep all (Megatron-LM's ``--recompute-method block``).
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
+        offload: Whether what blocks keep for the backward pass waits in the memory of the host (``plan.offload``).
         compiled: Whether the model is compiled, which needs less memory.
         fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
         flash_attention_2: Whether attention is FlashAttention-2 or older, without matrix instructions of devices after A100.
@@ -84,6 +85,7 @@ class Layout:
     seq_len: int = 1
     recompute: Recompute = "none"
     recomputed_blocks: tuple[int, ...] = ()
+    offload: bool = False
     compiled: bool = False
     fused_loss: bool = False
     flash_attention_2: bool = False
@@ -117,6 +119,7 @@ class Layout:
             raise LayoutError(
                 f"zero 0 with {self.dp_shard} ranks that share states", "with zero 0 none are shared", "zero=1"
             )
+        self._check_offload()
         if self.precision not in self.device.tflops:
             raise LayoutError(f"precision {self.precision}", f"{self.device.name} does not compute it", "bf16 or fp16")
         if self.global_batch < self.dp * self.micro_batch:
@@ -144,6 +147,20 @@ class Layout:
             rule = "gpipe and 1f1b have one stage per rank, zbv two, interleaved two or more"
             nearest = "schedule interleaved" if stages > 1 else "two stages per rank"
             raise LayoutError(f"schedule {self.schedule} with {stages} stages per rank", rule, nearest)
+
+    def _check_offload(self) -> None:
+        if self.offload and (self.recompute != "none" or self.compiled):
+            raise LayoutError(
+                f"offload with recompute {self.recompute}" + (" of a compiled model" if self.compiled else ""),
+                "it moves what a block keeps; recomputed blocks keep next to nothing, compiled ones choose for themselves",
+                "recompute none, not compiled",
+            )
+        if self.offload and not self.device.host_bytes_per_s:
+            raise LayoutError(
+                f"offload on {self.device.name}",
+                "no bandwidth between this device and its host is known",
+                "a TOML file of the cluster with host_gb_per_s",
+            )
 
     @property
     def passes(self) -> Schedule:

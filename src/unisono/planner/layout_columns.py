@@ -24,7 +24,7 @@ _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
     *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
-    *("recomputed_blocks", "cut", "schedule", "notes"),
+    *("recomputed_blocks", "offload", "cut", "schedule", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -86,6 +86,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
         recomputed_blocks=_blocks(row.get("recomputed_blocks", ""), pp * max(1, stages_per_rank)),
+        offload=_offload(row.get("offload", "")),
         compiled="compile" in row.get("notes", "").lower(),
         flash_attention_2="flashattention-2" in row.get("notes", "").lower(),
         fused_loss="fused loss" in row.get("notes", "").lower(),
@@ -218,6 +219,12 @@ def _cut(text: str) -> Cut:
     if text:
         raise LayoutError(f"cut {text!r}", "it is balanced, equal or empty", "cut=balanced")
     return "equal"
+
+
+def _offload(text: str) -> bool:
+    if text not in ("", "false", "true"):
+        raise LayoutError(f"offload {text!r}", "it is true, false or empty", "offload=true")
+    return text == "true"
 
 
 def _schedule(text: str) -> Schedule | None:

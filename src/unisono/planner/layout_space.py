@@ -18,11 +18,12 @@ from unisono.planner.layout import ZERO_STAGES, Layout, Recompute
 from unisono.planner.model_shape import ModelShape
 
 AXES: Final = (
-    *("tp", "pp", "stages_per_rank", "schedule", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute"),
+    *("tp", "pp", "stages_per_rank", "schedule", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute", "offload"),
 )
 # shorter sequences are not divided: few published runs divide any, so what that costs is the least certain part of a prediction
 LEAST_CP_TOKENS: Final = 32768
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of all blocks
+OFFLOAD: Final = "offload"  # not enumerated either, unless pinned (``offloading``)
 PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
@@ -32,7 +33,12 @@ SCHEDULES: Final = tuple(STAGES_PER_RANK)
 WORDS: Final = ("schedule", "recompute")  # axes whose values are no numbers
 _MOST_RANKS: Final = 64  # of tp and cp whose rule is told
 
-Value = int | str
+Value = int | str  # of an axis; a bool of ``offload``
+
+
+def value_text(value: Value) -> str:
+    """A value as pins have it."""
+    return str(value).lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +213,7 @@ class Space:
 
     def _recomputes(self, zero: int, schedule: Schedule | None) -> Iterator[Recompute]:
         pin = self.job.pins.get("recompute")
-        for recompute in RECOMPUTE:
+        for recompute in RECOMPUTE if not self.job.pins.get(OFFLOAD) else RECOMPUTE[:1]:
             if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
                 continue
             if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
@@ -251,6 +257,7 @@ class Space:
             global_batch=job.global_batch,
             seq_len=job.seq_len,
             recompute=recompute,
+            offload=bool(job.pins.get(OFFLOAD, False)),
             compiled=job.compiled,
         )
 

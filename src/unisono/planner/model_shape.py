@@ -138,6 +138,16 @@ class ModelShape:
         dense_layers = self.layers - self.expert_layers
         return (dense_layers * (self.dense_ffn or self.ffn) + self.expert_layers * of_experts) / self.layers
 
+    @property
+    def block_offload_bytes(self) -> float:
+        """Bytes of one token that a block sends to the host, once for each operation that saves them: the mean over the blocks.
+
+        Beyond those that it keeps in 16 bits: inputs of both norms in 32 bits; those of queries, keys and values three times;
+        those of a gate and its units twice; the output of attention twice.
+        """
+        again = 2 * (self.heads * self.head_dim + (5 if self.gated else 4) * self.hidden)
+        return self.block_activation_bytes + again
+
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token, with attention over the whole square as published figures count it.
 

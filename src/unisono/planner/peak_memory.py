@@ -19,6 +19,7 @@ from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_co
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 from unisono.planner.step_time import fitted_constants
+from unisono.planner.step_work import offloaded_bytes
 
 _BYTES: Final = 2  # of an activation
 # of each parameter with AdamW, by ZeRO stage: what each rank holds, and what ranks share. The passes need a weight in 16 bits and
@@ -122,6 +123,12 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     )
 
 
+def host_bytes(layout: Layout) -> float:
+    """Bytes of the host's memory that the rank with most of them takes for activations; 0 without ``offload``."""
+    most = max(place.blocks * place.in_flight for place in places_of_ranks(layout))
+    return most * offloaded_bytes(layout) if layout.offload else 0.0
+
+
 def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
     """Memory of ranks of the pipeline: the first, of those between the one that needs most, and the last."""
     first, middle, last = _places(layout)
@@ -218,14 +225,17 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
         lambda it: it.states_in_16_bits,
     )
     # of a sequence on a rank, with sequence parallelism beside tensor parallelism
-    tokens, logit, head_rank, is_zbv = columns(
+    tokens, logit, head_rank, is_zbv, is_offloaded = columns(
         layouts,
         lambda it: it.micro_batch * it.seq_len / it.cp / it.tp,
         lambda it: _FUSED_LOGIT if it.fused_loss else _LOGIT,
         lambda it: it.head_rank,
         lambda it: it.passes == "zbv",
+        lambda it: it.offload,
     )
     kept, least, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 3).T
+    # what waits in the host's memory comes back for one block at a time
+    kept = np.where((is_offloaded > 0) & (is_zbv == 0), 0, kept)
     # what a backward pass computes again it keeps for the gradients of weights, which the last rank computes much later
     least = np.where(is_zbv > 0, kept, least)
     layers, vocab, hidden, dense_params, expert_params, tied = (

@@ -6,9 +6,10 @@ The output matrix belongs to the last stage, which has fewer blocks for it. All 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from unisono.planner.layout import Layout
+from unisono.planner.model_shape import ModelShape
 
 
 def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
@@ -18,12 +19,16 @@ def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
         return (float(model.layers),)
     if layout.cut == "equal" or layout.pp * stages > model.layers:
         return (model.layers / layout.pp,) * layout.pp
-    passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params
-    # FLOPs over those of a block: of matrix products with parameters, and of causal attention
-    block = passed / model.layers + model.score_dims * layout.seq_len
-    first, *others = reversed(_balanced(model.layers, layout.pp, stages, model.vocab * model.hidden / block))
+    cut = _balanced(model.layers, layout.pp, stages, _head_blocks(model, layout.seq_len))
     # the rank with the output matrix is the last, or the first in a V
-    return (first, *reversed(others)) if layout.head_rank == 0 else (*reversed(others), first)
+    return (cut[-1], *cut[:-1]) if layout.head_rank == 0 else cut
+
+
+@lru_cache(maxsize=64)
+def _head_blocks(model: ModelShape, seq_len: int) -> float:
+    """FLOPs of the output matrix over those of a block: of matrix products with parameters, and of causal attention."""
+    passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params
+    return model.vocab * model.hidden / (passed / model.layers + model.score_dims * seq_len)
 
 
 @cache

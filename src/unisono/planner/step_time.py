@@ -86,6 +86,7 @@ class StepParts:
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
         imbalance: Waiting for the pipeline rank with the most work, which may be that of the output matrix.
+        offload: Sending what blocks keep to the host and back.
         bubble: Waiting for the first and the last micro-batches in other pipeline stages.
         sharding: Gathering and reducing sharded parameters.
         gradients: Reduction of gradients.
@@ -100,6 +101,7 @@ class StepParts:
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
+    offload: Numbers
     imbalance: Numbers
     bubble: Numbers
     sharding: Numbers
@@ -160,6 +162,7 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
         "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,
         "expert_parallel": fitted.ep_factor * work.ep_s,
     }
+    each["offload"] = work.offload_s  # copies run in the stream of the passes, not beside them
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)

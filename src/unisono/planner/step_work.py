@@ -59,6 +59,7 @@ class StepWork:
         fsdp_network: Whether these ranks are in several domains.
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
         gradient_hops: Steps of the rings that do it.
+        offload_s: What blocks keep, sent to the host and back.
         num_micro_batches: Micro-batches of a rank in a step.
         pp: Pipeline ranks.
         stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
@@ -93,6 +94,7 @@ class StepWork:
     fsdp_network: Numbers
     gradient_hops: Numbers
     gradient_s: Numbers
+    offload_s: Numbers
     num_micro_batches: Numbers
     pp: Numbers
     stages_per_rank: Numbers
@@ -219,6 +221,11 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         gradient_s=once * params_per_rank / bandwidth(shared)
         + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
         gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
+        offload_s=np.array(
+            [2 * offloaded_bytes(it) / it.device.host_bytes_per_s if it.offload else 0 for it in layouts]
+        )
+        * layers
+        / pp,
         num_micro_batches=micro,
         pp=pp,
         stages_per_rank=per_rank,
@@ -228,6 +235,17 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
     )
+
+
+def offloaded_bytes(layout: Layout) -> float:
+    """Bytes of a micro-batch that a block sends to the host with ``offload``: the mean over the blocks of a rank.
+
+    Weights that no ranks share are converted to 16 bits in each pass, and those copies are sent too (``parallel.recompute``).
+    """
+    model, tokens = layout.model, layout.micro_batch * layout.seq_len / layout.cp / layout.tp
+    experts = model.expert_layers * model.experts * model.expert_params / layout.ep
+    weights = (model.dense_params + experts) / model.layers / layout.tp if layout.state_ranks == 1 else 0
+    return model.block_offload_bytes * tokens + _BYTES * weights
 
 
 def _delayed(layout: Layout) -> float:
