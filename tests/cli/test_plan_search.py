@@ -455,3 +455,40 @@ def test_offload_is_told_in_text_json_and_page_and_written(desk: Desk) -> None:
     (desk.folder / "own.toml").write_text('device = "gh200"\nnum_devices = 64\nhost_gb_per_s = 20\n')
     slow = desk.here("plan", "--cluster=own.toml", *job[1:], "--json").json
     assert slow["best"]["layout"]["offload"] is False
+
+
+OWN = """
+from unisono import Components, DataOptions, RunConfig
+from unisono.models.gpt import GPT, ModelOptions
+
+def make():
+    return GPT(ModelOptions(num_layers=4, dim=64, num_heads=4, vocab_size=96))
+
+def config():
+    return RunConfig(components=Components(model=lambda config: make()), data=DataOptions(seq_len=64))
+"""
+
+
+def test_a_model_of_ones_own_code(desk: Desk) -> None:
+    (desk.folder / "own.py").write_text(OWN)
+    job = ("--cluster=h100x4", "--global-batch=64", "--json")
+    named = desk.here("plan", *job, "--model=own.py:make", "--seq-len=64", "--apply=own.json")
+    assert named.code == 0, named.err
+    layout = named.json["best"]["layout"]
+    assert (layout["seq_len"], layout["tp"]) == (64, 1)
+    assert desk.here("plan", "check", "own.json").code == 0
+    configured = desk.here("plan", *job, "--model=own.py").json
+    assert configured["best"] == named.json["best"]
+    unnamed = desk.here("plan", *job, "--model=own.py:mkae")
+    assert (unnamed.code, "own.py has no mkae" in unnamed.out) == (2, True)
+
+
+def test_code_that_a_run_folder_names_needs_trust(desk: Desk) -> None:
+    (desk.folder / "run").mkdir()
+    (desk.folder / "run/own.py").write_text(OWN.replace("dim=64", "dim=128"))
+    (desk.folder / "run/config.toml").write_text('base = "own.py"\n')
+    job = ("plan", "--cluster=h100x4", "--global-batch=64", "--model=run", "--json")
+    refused = desk.here(*job)
+    assert refused.code == 2
+    assert "is a file that you have not run in this form" in refused.out
+    assert desk.here(*job, "--trust-python").json["best"]["layout"]["seq_len"] == 64

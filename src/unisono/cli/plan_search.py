@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import LOG, ExpandedPath, FiniteRange, check_output, print_result
+from unisono.cli.common import (
+    LOG,
+    ExpandedPath,
+    FiniteRange,
+    check_output,
+    is_python_trusted,
+    print_result,
+    trusts_python,
+)
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 from unisono.units import GIB
@@ -25,6 +33,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 def search_options(function: F) -> F:
     """Decorator that adds the options of a search."""
+    function = trusts_python(function)
     for option in (
         click.option(
             "--memory-gib",
@@ -45,7 +54,7 @@ def search_options(function: F) -> F:
         click.option(
             "--model",
             metavar="NAME|FILE|FOLDER",
-            help="A preset (llama-3-70b), a folder of Hugging Face or its config.json, or a run's configuration (TOML).",
+            help="A preset (llama-3-70b), a folder of Hugging Face or its config.json, a run's configuration, or FILE.py:NAME.",
         ),
         click.option(
             "--cluster",
@@ -129,6 +138,7 @@ def _job(
     layout = read_layout(
         {"model": model or "", "seq_len": str(seq_len or ""), "precision": precision},
         this_machine() if cluster is None else find_cluster(cluster),
+        trust_python=is_python_trusted(),
     )
     return Job(
         model=layout.model,

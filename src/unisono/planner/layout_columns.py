@@ -35,7 +35,7 @@ _SELECTIVE: Final = re.compile(r"selective.*|remat:.*")
 _NONE: Final = ("none", "")
 
 
-def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layout:
+def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust_python: bool = False) -> Layout:
     """The layout of a job, by the columns of ``COLUMNS``; other columns are not read.
 
     ``cluster`` takes the place of ``gpu_type`` and ``gpus``. ``gpu_type`` may be a TOML file, whose devices are all used unless
@@ -53,7 +53,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         LayoutError: Something needed is missing or not known, or no run could have this layout.
         ConfigError: A file of a cluster or of a model is wrong.
     """
-    model = _model(row)
+    model = _model(row, trust_python=trust_python)
     cluster = cluster or _cluster(row)
     device, num_devices = cluster.device, cluster.num_devices
     seq_len = _count(row, "seq_len") or model.max_seq_len or DEFAULT_SEQ_LEN
@@ -118,11 +118,11 @@ def _default_micro_batch(seq_len: int, share: float) -> float:
     return min(wanted, max(1, math.floor(share))) if share else wanted
 
 
-def _model(row: Mapping[str, str]) -> ModelShape:
+def _model(row: Mapping[str, str], *, trust_python: bool) -> ModelShape:
     name = row.get("model", "")
     given = {column: value for column in _SHAPE if (value := _count(row, column))}
     if is_model_file(name):
-        return _model_of_file(name, given)
+        return _model_of_file(name, given, seq_len=_count(row, "seq_len"), trust_python=trust_python)
     if "lora" in name.lower() or "nf4" in row.get("precision", ""):
         raise LayoutError(
             f"model {name!r}, of which only adapters are trained", "all parameters are trained", "the model alone"
@@ -136,11 +136,11 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     return shape
 
 
-def _model_of_file(name: str, given: Mapping[str, int]) -> ModelShape:
+def _model_of_file(name: str, given: Mapping[str, int], *, seq_len: int, trust_python: bool) -> ModelShape:
     if given:
         columns = ", ".join(f"{column}={value}" for column, value in given.items())
         raise LayoutError(f"model {name!r} with {columns}", "a file describes the whole shape", "the file alone")
-    return read_model(name)
+    return read_model(name, seq_len=seq_len, trust_python=trust_python)
 
 
 def _own_model(name: str, given: Mapping[str, int], *, has_experts: bool) -> ModelShape:

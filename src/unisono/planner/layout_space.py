@@ -216,6 +216,9 @@ class Space:
         for recompute in RECOMPUTE if not self.job.pins.get(OFFLOAD) else RECOMPUTE[:1]:
             if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
                 continue
+            if recompute == "selective" and self.job.model.traced:
+                self._refuse("what it keeps of a model of one's own is not known", recompute=recompute)
+                continue
             if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
                 self._refuse("predicted as none where ranks share no gradients", recompute=recompute)
                 continue
@@ -287,6 +290,8 @@ def _rule(job: Job, axis: str, value: Value) -> str:
     """The rule that any layout with this value would break; empty if there is none. A pinned ``tp`` may leave the domain."""
     model, count = job.model, value if isinstance(value, int) else 0
     if axis == "tp":
+        if model.traced and count > 1:
+            return "layers of a model of one's own are not divided"
         if count > job.device.domain:
             return f"fast links connect {job.device.domain} devices"
         if model.heads % count or model.ffn % count or (model.kv_heads % count and count % model.kv_heads):

@@ -27,7 +27,7 @@ def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def _head_blocks(model: ModelShape, seq_len: int) -> float:
     """FLOPs of the output matrix over those of a block: of matrix products with parameters, and of causal attention."""
-    passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params
+    passed = model.dense_products + model.expert_layers * model.experts_per_token * model.expert_params
     return model.vocab * model.hidden / (passed / model.layers + model.score_dims * seq_len)
 
 

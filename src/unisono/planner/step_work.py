@@ -121,7 +121,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     dense, expert, expert_layers, experts, active, units, all_params = model_columns(
         layouts,
-        lambda it: it.dense_params,
+        lambda it: it.dense_products,
         lambda it: it.expert_params,
         lambda it: it.expert_layers,
         lambda it: max(1, it.experts),
@@ -253,7 +253,7 @@ def _delayed(layout: Layout) -> float:
 
     Row-wise layers of tensor parallelism compute theirs at once (``parallel.pipeline.weight_gradients``).
     """
-    if layout.passes != "zbv" or layout.tp == 1:
+    if layout.passes != "zbv" or layout.tp == 1 or layout.model.traced:
         return float(layout.passes == "zbv")
     model = layout.model
     units = model.shared_ffn * model.expert_layers + (model.dense_ffn or model.ffn) * (
