@@ -17,7 +17,7 @@ from unisono.cli.plan_calibrate import calibrate
 from unisono.cli.plan_fit import fit
 from unisono.cli.plan_search import find_plan, search_options
 from unisono.cli.plan_simulate import simulate
-from unisono.errors import ConfigError, PlanError
+from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
 from unisono.storage.run_folder import PLAN_FILE
 
@@ -167,12 +167,13 @@ def _load(file: str, processes: int | None = None) -> Plan:
 
 def _derive(options: PlanOptions, processes: int) -> Plan:
     from unisono.dist import JobSpec
+    from unisono.parallel.device import find_device
     from unisono.plan.resolve import derive_plan, with_strategy_file
-    from unisono.train.setup import find_device, resolve_plan
+    from unisono.planner.layout_strategy import ACCELERATOR
+    from unisono.train.setup import resolve_plan
 
-    device = with_strategy_file(options)[0].device
-    try:
-        find_device(device, 0)
-    except PlanError:  # of another machine, which is taken to compute bf16
-        return derive_plan(options, world_size=processes, device=device.partition(":")[0], native_bf16=True)
+    given = with_strategy_file(options)[0]
+    if given.offload and given.device == "auto" and find_device("auto", 0).type == "cpu":
+        # it is of accelerators, as no run moves activations from the CPU
+        return derive_plan(options, world_size=processes, device=ACCELERATOR, native_bf16=True)
     return resolve_plan(options, JobSpec(world_size=processes))[1]

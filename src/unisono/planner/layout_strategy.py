@@ -14,7 +14,7 @@ from unisono.planner.layout import Layout
 from unisono.planner.stage_blocks import blocks_per_stage
 from unisono.storage.files import write_atomically
 
-ACCELERATOR: Final = "cuda"  # torch's type of the devices whose link to the host is known
+ACCELERATOR: Final = "accelerator"  # in place of a type of torch, where the type does not matter
 # what a layout decides; the rest of a plan is left to the settings of the run
 _FIELDS: Final = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
@@ -70,7 +70,7 @@ def strategy(layout: Layout) -> dict[str, Any]:
     if layout.recompute == "partial":
         groups["recompute"]["blocks_per_stage"] = plan["recompute"]["blocks_per_stage"]
     if layout.offload:
-        groups["mesh"]["device"], groups["recompute"]["offload"] = ACCELERATOR, True
+        groups["recompute"]["offload"] = True
     if layout.tp > 1:  # as its memory is predicted
         groups["tensor_parallel"] = {"sequence_parallel": True}
     return {"version": VERSION, **groups}
