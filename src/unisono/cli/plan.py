@@ -220,6 +220,13 @@ def _load(file: str, processes: int | None = None) -> Plan:
 
 def _derive(options: PlanOptions, processes: int) -> Plan:
     from unisono.dist import JobSpec
+    from unisono.parallel.device import find_device
+    from unisono.plan.resolve import derive_plan, with_strategy_file
+    from unisono.planner.layout_strategy import ACCELERATOR
     from unisono.train.setup import resolve_plan
 
+    given = with_strategy_file(options)[0]
+    if given.offload and given.device == "auto" and find_device("auto", 0).type == "cpu":
+        # it is of accelerators, as no run moves activations from the CPU
+        return derive_plan(options, world_size=processes, device=ACCELERATOR, native_bf16=True)
     return resolve_plan(options, JobSpec(world_size=processes))[1]

@@ -96,6 +96,7 @@ class StepParts:
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
         imbalance: Waiting for the pipeline rank with the most work, which may be that of the output matrix.
+        offload: Sending what blocks keep to the host and back.
         bubble: Waiting for the first and the last micro-batches in other pipeline stages.
         sharding: Gathering and reducing sharded parameters.
         gradients: Reduction of gradients.
@@ -111,6 +112,7 @@ class StepParts:
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
+    offload: Numbers
     imbalance: Numbers
     bubble: Numbers
     sharding: Numbers
@@ -185,6 +187,7 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
         "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,
         "expert_parallel": fitted.ep_factor * work.ep_s,
     }
+    each["offload"] = work.offload_s  # copies run in the stream of the passes, not beside them
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
@@ -196,6 +199,8 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     chunks = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
     # (p - 1) / (m v) of the busy time: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
     parts["bubble"] = busy * (work.pp - 1) / (work.num_micro_batches * chunks)
+    late = _bubble_of_zbv(work, device + each["sharding"], each["matmul"])
+    parts["bubble"] = np.where(work.later_share > 0, late, parts["bubble"])
     head = each["lm_head"] * work.pp  # the last rank has all of it; ``each`` are means over the pipeline ranks
     block = np.sum(tuple(seconds for name, seconds in each.items() if name != "lm_head"), axis=0) / work.layers
     slowest = np.maximum(work.most_blocks * block, work.last_blocks * block + head)
@@ -205,6 +210,25 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))
     return StepParts(**parts)
+
+
+def _bubble_of_zbv(work: StepWork, passes: Numbers, matmul: Numbers) -> Numbers:
+    """Seconds that a rank waits in the order of ``plan.pipeline_schedule`` whose stages are equal.
+
+    The backward pass of inputs, I, takes no less than the forward pass, and that of weights, W, no more. From 2 p - 1
+    micro-batches on a rank waits (p - 1) max(I / 2, I - W), and (p - 1) I with p of them, as all are then in flight at once;
+    between both numbers what lies on the line between is at most 3 % of a step too much.
+
+    Args:
+        work: Counts of the layouts.
+        passes: Seconds of all passes of a micro-batch through a rank.
+        matmul: Those of them that are products of attention and dense layers.
+    """
+    weights = work.later_share * matmul
+    inputs = (1 - work.forward_share) * passes - weights
+    missing = np.clip(2 * work.pp - 1 - work.num_micro_batches, 0, work.pp - 1) / np.maximum(1, work.pp - 1)
+    full = np.maximum(inputs / 2, inputs - weights)
+    return (work.pp - 1) * (full + missing * (inputs - full))
 
 
 def _exposed(busy: Numbers, other: Numbers) -> Numbers:

@@ -52,8 +52,10 @@ class StepWork:
         first_attention: 1 where they are those of FlashAttention's first version besides, else 0.
         score_bytes: Scores of attention that are stored; 0 where none are.
         lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
-        most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
-        last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
+        most_blocks: Blocks of the pipeline rank that has most, without that of the output matrix; 0 if the cut is equal.
+        last_blocks: Blocks of the pipeline rank that has the output matrix; 0 if the cut is equal.
+        forward_share: Part of all passes that the forward pass takes.
+        later_share: With the schedule zbv, the part of ``matmul_flops`` whose gradients of weights are computed later; else 0.
         activation_bytes: Activations that blocks keep.
         eager: 1 where operations on them are not fused, else 0.
         tp_s: Collectives of tensor parallelism.
@@ -66,6 +68,7 @@ class StepWork:
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
         gradient_hops: Steps of the rings that do it.
         optimizer_bytes: What the optimizer reads and writes, once in a step.
+        offload_s: What blocks keep, sent to the host and back.
         num_micro_batches: Micro-batches of a rank in a step.
         pp: Pipeline ranks.
         stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
@@ -90,6 +93,8 @@ class StepWork:
     lm_head_flops: Numbers
     most_blocks: Numbers
     last_blocks: Numbers
+    forward_share: Numbers
+    later_share: Numbers
     activation_bytes: Numbers
     eager: Numbers
     tp_s: Numbers
@@ -102,6 +107,7 @@ class StepWork:
     gradient_hops: Numbers
     gradient_s: Numbers
     optimizer_bytes: Numbers
+    offload_s: Numbers
     num_micro_batches: Numbers
     pp: Numbers
     stages_per_rank: Numbers
@@ -129,7 +135,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     dense, expert, expert_layers, experts, active, units, all_params = model_columns(
         layouts,
-        lambda it: it.dense_params,
+        lambda it: it.dense_products,
         lambda it: it.expert_params,
         lambda it: it.expert_layers,
         lambda it: max(1, it.experts),
@@ -190,7 +196,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     replicas = dp * cp / shared  # that sum their gradients once in a step
     once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
-    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) for layout in layouts]
+    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) * layout.pp for layout in layouts]
+    heads = [layout.head_rank for layout in layouts]
+    forward_share = 1 / (3 + recomputes)
 
     def bandwidth(ranks: Numbers) -> Numbers:
         """Of a group of ranks; those in one domain each bring a part of the others' bytes over their own network card."""
@@ -209,8 +217,12 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         first_attention=first,
         score_bytes=stored * _SCORE_BYTES * layers * heads * seq_len * part * scored,
         lm_head_flops=6 * vocab * hidden * part,
-        most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
-        last_blocks=np.array([blocks[-1] for blocks in cuts]),
+        most_blocks=np.array(
+            [max((*cut[:head], *cut[head + 1 :]), default=0.0) for cut, head in zip(cuts, heads, strict=True)]
+        ),
+        last_blocks=np.array([cut[head] for cut, head in zip(cuts, heads, strict=True)]),
+        forward_share=forward_share,
+        later_share=forward_share * np.array([_delayed(layout) for layout in layouts]),
         activation_bytes=layers / pp * kept * tokens / tp * recomputed,
         eager=eager,
         tp_s=tp_passes * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
@@ -232,6 +244,11 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
         optimizer_bytes=_OPTIMIZER_BYTES * params_per_rank / shared,
         gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
+        offload_s=np.array(
+            [2 * offloaded_bytes(it) / it.device.host_bytes_per_s if it.offload else 0 for it in layouts]
+        )
+        * layers
+        / pp,
         num_micro_batches=micro,
         pp=pp,
         stages_per_rank=per_rank,
@@ -241,3 +258,29 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
     )
+
+
+def offloaded_bytes(layout: Layout) -> float:
+    """Bytes of a micro-batch that a block sends to the host with ``offload``: the mean over the blocks of a rank.
+
+    Weights that no ranks share are converted to 16 bits in each pass, and those copies are sent too (``parallel.recompute``).
+    """
+    model, tokens = layout.model, layout.micro_batch * layout.seq_len / layout.cp / layout.tp
+    experts = model.expert_layers * model.experts * model.expert_params / layout.ep
+    weights = (model.dense_params + experts) / model.layers / layout.tp if layout.state_ranks == 1 else 0
+    return model.block_offload_bytes * tokens + _BYTES * weights
+
+
+def _delayed(layout: Layout) -> float:
+    """Of the weights of attention and dense layers, the part whose gradients zbv computes later; 0 with another schedule.
+
+    Row-wise layers of tensor parallelism compute theirs at once (``parallel.pipeline.weight_gradients``).
+    """
+    if layout.passes != "zbv" or layout.tp == 1 or layout.model.traced:
+        return float(layout.passes == "zbv")
+    model = layout.model
+    units = model.shared_ffn * model.expert_layers + (model.dense_ffn or model.ffn) * (
+        model.layers - model.expert_layers
+    )
+    row_wise = model.layers * model.heads * model.head_dim * model.hidden + units * model.hidden
+    return 1 - row_wise / model.dense_params

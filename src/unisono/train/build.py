@@ -268,6 +268,11 @@ def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
             seq_len=config.data.seq_len,
             vocab_size=vocab_size(config, tokenizer),
         )
+    return own_model(config)
+
+
+def own_model(config: RunConfig) -> nn.Module:
+    """The model that the user's ``components.model`` returns. Raises ConfigError."""
     model: Any = _find_component("model", config, dict.fromkeys((AUTO, *MODELS)))(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(
