@@ -197,7 +197,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     replicas = dp * cp / shared  # that sum their gradients once in a step
     once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
     cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) * layout.pp for layout in layouts]
-    heads = [layout.head_rank for layout in layouts]
+    head_ranks = [layout.head_rank for layout in layouts]
     forward_share = 1 / (3 + recomputes)
 
     def bandwidth(ranks: Numbers) -> Numbers:
@@ -218,9 +218,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         score_bytes=stored * _SCORE_BYTES * layers * heads * seq_len * part * scored,
         lm_head_flops=6 * vocab * hidden * part,
         most_blocks=np.array(
-            [max((*cut[:head], *cut[head + 1 :]), default=0.0) for cut, head in zip(cuts, heads, strict=True)]
+            [max((*cut[:head], *cut[head + 1 :]), default=0.0) for cut, head in zip(cuts, head_ranks, strict=True)]
         ),
-        last_blocks=np.array([cut[head] for cut, head in zip(cuts, heads, strict=True)]),
+        last_blocks=np.array([cut[head] for cut, head in zip(cuts, head_ranks, strict=True)]),
         forward_share=forward_share,
         later_share=forward_share * np.array([_delayed(layout) for layout in layouts]),
         activation_bytes=layers / pp * kept * tokens / tp * recomputed,
