@@ -44,8 +44,8 @@ from unisono.plan.resolve import worker_plan
 from unisono.train.callbacks import Every
 from unisono.train.code_record import ModelRecord
 from unisono.train.distillation import (
-    DistilledObjective,
     Distillation,
+    DistilledObjective,
     check_distillation,
     compares,
     prepare_teacher,
@@ -238,7 +238,9 @@ def _whole_teacher(
             alone = replace(given.input, options=replace(given.input.options, num_workers=0))
             dims = ParallelDims(worker_plan(plan), world)
             with closing(
-                build_loader(alone, plan, data_rank=dims.data_rank, seed=given.seed, device=device, batch_statistics=False)
+                build_loader(
+                    alone, plan, data_rank=dims.data_rank, seed=given.seed, device=device, batch_statistics=False
+                )
             ) as loader:
                 batch = first_micro_batch(loader)
             student = with_projections(student, find_projections(whole, teacher, features, batch), given.seed)

@@ -154,9 +154,13 @@ class RunConfig:
         """Settings of a teacher where there is none, or none of features."""
         given, unset = self.distill, DistillOptions()
         acts = {name: bool(given.teacher) for name in ("teacher_frac", "temperature", "features")}
-        yield from ((f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.teacher"))
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.teacher")
+        )
         acts = {"features_weight": bool(given.teacher and given.features)}
-        yield from ((f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.features"))
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.features")
+        )
 
     def _metric_problems(self) -> Iterator[Problem]:
         """Metrics of classes for a task that predicts numbers, and the reverse."""

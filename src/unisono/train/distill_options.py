@@ -40,8 +40,8 @@ class DistillOptions:
     )
     features: tuple[str, ...] = option(
         (),
-        "Pairs STUDENT=TEACHER of patterns of module names, whose outputs are compared by mean squared error (Romero et al. 2015); "
-        "where widths differ, a learned linear layer projects the student's.",
+        "Pairs STUDENT=TEACHER of patterns of module names, whose outputs are compared by mean squared error (Romero et al. "
+        "2015); where widths differ, a learned linear layer projects the student's.",
         applies_with=_WITH_TEACHER,
     )
     features_weight: float = option(1.0, "Weight of the features' term.", applies_with="distill.features", gt=0.0)

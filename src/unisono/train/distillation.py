@@ -112,7 +112,7 @@ def check_distillation(given: Distillation, objective: Callable[..., Any], plan:
 def prepare_teacher(given: Distillation, plan: Plan, device: torch.device, store: KVStore) -> tuple[nn.Module, str]:
     """The whole teacher on ``device`` with the values of rank 0, and a digest of them; empty where a step is only traced."""
     teacher = given.build()
-    if isinstance(given.teacher, nn.Module) and plan.is_model_sharded:
+    if isinstance(given.teacher, nn.Module) and plan.is_model_sharded and active_fake_mode() is None:
         teacher = copy.deepcopy(teacher)  # the caller's stays whole
     if any(tensor.device != device for tensor in (*teacher.parameters(), *teacher.buffers())):
         teacher.to(device)

@@ -110,17 +110,14 @@ def with_projections(
         return model
 
     def add(to: nn.Module) -> nn.Module:
-        layers = [nn.Identity() if pair is None else nn.Linear(*pair) for pair in widths]
-        to.add_module(PROJECTIONS, nn.ModuleList(layers))
+        if not hasattr(to, PROJECTIONS):  # a module may be trained again
+            with torch.random.fork_rng(devices=[]):  # the same values whatever was drawn before
+                cast(Any, torch).manual_seed(seed)
+                layers = [nn.Identity() if pair is None else nn.Linear(*pair) for pair in widths]
+            to.add_module(PROJECTIONS, _Projections(layers))
         return to
 
-    if not isinstance(model, nn.Module):
-        return lambda: add(model())
-    if not hasattr(model, PROJECTIONS):  # it may be entered again
-        with torch.random.fork_rng(devices=[]):
-            cast(Any, torch).manual_seed(seed)
-            add(model)
-    return model
+    return add(model) if isinstance(model, nn.Module) else lambda: add(model())
 
 
 @contextmanager
@@ -134,12 +131,23 @@ def without_projections(model: nn.Module) -> Generator[None]:
             model.add_module(PROJECTIONS, layers)
 
 
+class _Projections(nn.Module):
+    """The projections of a student, one for each pair. Called by an ``nn.Sequential`` as its last member, it changes nothing."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
 class FeatureOutputs:
     """Hooks that keep the outputs of pairs of modules during a forward pass in training, and the errors between them."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         self._student, self._in_forward = student, False
-        self._layers = cast("Sequence[nn.Module] | None", getattr(student, PROJECTIONS, None))
+        self._projections: _Projections | None = getattr(student, PROJECTIONS, None)
         self._mine: dict[int, Tensor] = {}
         self._its: dict[int, Tensor] = {}
         self._hooks = [student.register_forward_pre_hook(self._begin, prepend=True)]
@@ -170,8 +178,8 @@ class FeatureOutputs:
         total = torch.zeros((), device=weights.device)
         for number in sorted(self._mine):
             mine, its = _width_last(self._mine[number]), _width_last(self._its[number])
-            if self._layers is not None:
-                mine = self._layers[number](mine)
+            if self._projections is not None:
+                mine = self._projections.layers[number](mine)
             if mine.shape != its.shape:
                 raise DataError(
                     given=f"outputs {list(mine.shape)} of a student's module and {list(its.shape)} of its teacher's",
@@ -199,4 +207,3 @@ class FeatureOutputs:
 def _width_last(tensor: Tensor) -> Tensor:
     """With the channels last: dim 1 of images [B, C, H, W], else the last one."""
     return tensor.movedim(1, -1) if tensor.dim() > 3 else tensor
-

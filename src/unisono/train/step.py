@@ -230,8 +230,8 @@ class TrainStep:
 class ForwardBackward:
     """Passes of micro-batches through the model as the plan has it: whole on this rank, or as stages of a pipeline.
 
-    ``inputs(batch)`` selects what ``model.forward`` takes. ``context`` shards sequences where ranks share them. ``before_loss`` is
-    called with each whole micro-batch that is trained on, after its forward pass.
+    ``inputs(batch)`` selects what ``model.forward`` takes. ``context`` shards sequences where ranks share them. ``before_loss``
+    is called with each whole micro-batch that is trained on, after its forward pass.
     """
 
     model: nn.Module

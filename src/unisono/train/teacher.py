@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,9 +85,12 @@ def _pretrained_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Mo
 
     given, task = config.distill.teacher, config.task
     cache = source_copies(config)
-    contents = check_folder(given, task.kind, cache)
+    with _named_as_teacher():
+        contents = check_folder(given, task.kind, cache)
     if task.has_classes:
-        names = [str(name) for _, name in sorted(contents.config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
+        names = [
+            str(name) for _, name in sorted(contents.config.get("id2label", {}).items(), key=lambda item: int(item[0]))
+        ]
         unnamed = all(map(_UNNAMED.fullmatch, names)) and len(names) in (0, len(task.classes))
         if not unnamed:
             _require_equal(given, _differences("classes", task.classes, tuple(names)))
@@ -93,9 +98,27 @@ def _pretrained_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Mo
     own = load_tokenizer(str(file)) if tokenizer is not None and os.path.isfile(file) else None
     _require_equal(given, _tokenizer_differences(tokenizer, own))
     padding = tokenizer.padding if tokenizer else None
-    model = load_pretrained(given, task, LoraOptions(), padding=padding, cache=cache, may_have_new_head=False)
+    with _named_as_teacher():
+        model = load_pretrained(given, task, LoraOptions(), padding=padding, cache=cache, may_have_new_head=False)
     _require_equal(given, _vocabulary_differences(config, tokenizer, model))
     return model
+
+
+@contextmanager
+def _named_as_teacher() -> Generator[None]:
+    """Inside, errors about ``model.pretrained`` are about ``distill.teacher``."""
+    try:
+        yield
+    except ConfigError as error:
+        texts = ("given", "nearest")
+        raise ConfigError(
+            *(
+                replace(
+                    each, **{name: getattr(each, name).replace("model.pretrained", "distill.teacher") for name in texts}
+                )
+                for each in error.problems
+            )
+        ) from error
 
 
 def _task_differences(config: RunConfig, teacher: RunConfig) -> Iterator[str]:
@@ -136,12 +159,15 @@ def _require_equal(given: str, differences: Iterator[str] | list[str]) -> None:
     found = list(differences)
     if not found:
         return
-    sizes = [text.partition(" here, ")[2].removesuffix(" there") for text in found if text.startswith("model.vocab_size")]
+    sizes = [
+        text.partition(" here, ")[2].removesuffix(" there") for text in found if text.startswith("model.vocab_size")
+    ]
     raise _refused(
         f"distill.teacher {given!r} with other inputs or outputs than this run: {'; '.join(found)}",
         "teacher and student see the same inputs, and have an output for each of the same classes or tokens",
-        f"model.vocab_size={sizes[0]}" if sizes and len(found) == 1 else "a teacher that was trained on the same columns, classes "
-        "and tokenizer, or those of the teacher here",
+        f"model.vocab_size={sizes[0]}"
+        if sizes and len(found) == 1
+        else "a teacher that was trained on the same columns, classes and tokenizer, or those of the teacher here",
     )
 
 
