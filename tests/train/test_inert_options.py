@@ -64,6 +64,7 @@ ALWAYS = [
     "train.max_skips",
     "train.gc_every_steps",
     "train.gradient_stats_every_steps",
+    "distill.teacher",
     "checkpoint.every_steps",
     "checkpoint.keep_last",
     "checkpoint.keep_best",

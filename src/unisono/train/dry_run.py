@@ -67,8 +67,8 @@ class RankMemory:
         stages: Numbers of its pipeline stages, from 0; none without a pipeline.
         ledger: What the plan says of parameters, gradients and the optimizer's state.
         peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``teacher``, the
-            parameters of a teacher; ``optimizer``; ``batch``; ``buffers`` that were made before the steps; and the phase of the step in which others were made, such as
-            ``forward``.
+            parameters of a teacher; ``optimizer``; ``batch``; ``buffers`` that were made before the steps; and the phase of the
+            step in which others were made, such as ``forward``.
         flops: Of matrix products, convolutions and attention in the step, with those that are computed again
             (``measure.operator_flops``).
         equal_blocks: Equal blocks of the model.

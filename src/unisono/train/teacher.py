@@ -75,7 +75,7 @@ def _config_of_run(folder: Path) -> RunConfig:
         raise _refused(
             f"distill.teacher {str(folder)!r}, a run with code of its own",
             "its folder names that code, which is not run for another run",
-            f"{folder / 'export'}, if it has one of a model of transformers; or in Python Trainer(…, distill=Distillation(teacher))",
+            f"{folder / 'export'}, if it is of a model of transformers; in Python Trainer(…, distill=Distillation(teacher))",
         )
     return load_config(RunConfig, [run_file], overrides=[f"run.dir={json.dumps(str(folder))}"]).value
 
