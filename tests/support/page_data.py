@@ -267,22 +267,6 @@ def reviews(folder: Path) -> dict[str, str]:
     return {"UNISONO__TRAIN__STEPS": "4", "UNISONO__PLAN__GLOBAL_BATCH": "8", "UNISONO__TRAIN__EVAL_EVERY_STEPS": "0"}
 
 
-def smaller_models(folder: Path) -> dict[str, str]:
-    """Settings of runs of a few steps, on a corpus of a few files."""
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for number in range(6):
-        lines = [f"def f{number}_{i}(x):\n    return x + {(number * 37 + i * 11) % 100}\n" for i in range(16)]
-        (corpus / f"m{number}.py").write_text("\n".join(lines))
-    return {
-        "UNISONO__DATA__CORPUS": "corpus",
-        "UNISONO__DATA__SEQ_LEN": "16",
-        "UNISONO__PLAN__GLOBAL_BATCH": "4",
-        "UNISONO__TRAIN__STEPS": "4",
-        "UNISONO__TRAIN__EVAL_EVERY_STEPS": "0",
-    }
-
-
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
@@ -293,6 +277,6 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "profile.md": profile,
     "quality.md": quality,
     "trackers.md": small_run,
-    "smaller-models.md": smaller_models,
+    "smaller-models.md": small_run,
     "tuning.md": tuning,
 }
