@@ -296,5 +296,6 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "profile.md": profile,
     "quality.md": quality,
     "trackers.md": small_run,
+    "smaller-models.md": small_run,
     "tuning.md": tuning,
 }

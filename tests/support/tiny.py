@@ -77,7 +77,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
     data = changes.pop("data", None) or RaggedTokens()
     extra = {
         name: changes.pop(name)
-        for name in ("resume", "eval_data", "metrics", "transform", "flops_per_token")
+        for name in ("resume", "eval_data", "metrics", "transform", "flops_per_token", "distill")
         if name in changes
     }
 

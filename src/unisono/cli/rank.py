@@ -49,6 +49,7 @@ from unisono.train.build import (
     resolve_steps,
 )
 from unisono.train.config import RunConfig
+from unisono.train.distilled_features import without_projections
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.outputs import RunOutputs
 from unisono.train.parameter_servers import start_servers
@@ -210,7 +211,7 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
     """
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
-    with run.averaged_weights():
+    with run.averaged_weights(), without_projections(run.model):
         model, snapshot = run.model, None
         if run.plan.is_model_sharded:
             # this rank has a part of the model; export the checkpoint just committed, one tensor at a time

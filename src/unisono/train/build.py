@@ -43,6 +43,7 @@ from unisono.tasks.sources import cache_folder
 from unisono.train.callbacks import Every
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
+from unisono.train.distillation import Distillation
 from unisono.train.initialize import initialize
 from unisono.train.input_pipeline import with_steps
 from unisono.train.metric_kinds import metric_classes
@@ -143,7 +144,7 @@ def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
     if pretrained:
         from unisono.tasks.pretrained import check_folder
 
-        check_folder(config.model.pretrained, config.task.kind, _copies(config))  # before a corpus is prepared
+        check_folder(config.model.pretrained, config.task.kind, source_copies(config))  # before a corpus is prepared
     tokenizer, task = find_tokenizer(config), config.task
     if pretrained and tokenizer is not None and tokenizer.name == BYTES:
         what = "%s has no tokenizer: a token is a byte of the text; data.tokenizer=FILE has another one"
@@ -225,13 +226,14 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 def tokenizer_spec(config: RunConfig) -> str:
     """``data.tokenizer``; if that is the default and ``model.pretrained`` has a tokenizer, that folder; local copies of URLs."""
-    pretrained = local_path(config.model.pretrained, _copies(config))
+    pretrained = local_path(config.model.pretrained, source_copies(config))
     if config.data.tokenizer == BYTES and pretrained and os.path.isfile(tokenizer_file(pretrained)):
         return pretrained
-    return local_path(config.data.tokenizer, _copies(config))
+    return local_path(config.data.tokenizer, source_copies(config))
 
 
-def _copies(config: RunConfig) -> Path:
+def source_copies(config: RunConfig) -> Path:
+    """Folder for the copies of folders and files at addresses."""
     return cache_folder(config.data) / "sources"
 
 
@@ -255,7 +257,7 @@ def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
 
         padding = tokenizer.padding if tokenizer else None
         folder = config.model.pretrained
-        return load_pretrained(folder, config.task, config.lora, padding=padding, cache=_copies(config))
+        return load_pretrained(folder, config.task, config.lora, padding=padding, cache=source_copies(config))
     name = config.components.model
     if name == AUTO:
         name = default_model(config.task.kind)
@@ -375,6 +377,7 @@ def build_trainer(
         optimizer=own_optimizer or config.optim,
         schedule=_own_component("schedule", config) or config.schedule,
         clip_norm=config.optim.clip_norm if own_optimizer else None,
+        distill=_distillation(config, data, world),
         options=config.train,
         checkpoint=config.checkpoint,
         run_dir=Path(config.run.dir),
@@ -394,6 +397,15 @@ def build_trainer(
         events=events,
         provenance={**provenance, "settings": compared_settings(config, function_name)},
     )
+
+
+def _distillation(config: RunConfig, data: RunData, world: World) -> Distillation | None:
+    """The teacher, if there is one: what loads it when the run is started, and its options."""
+    if not config.distill.teacher:
+        return None
+    from unisono.train.teacher import load_teacher  # which builds models of other configurations
+
+    return Distillation(partial(load_teacher, config, data.tokenizer, world), replace(config.distill, teacher=""))
 
 
 def gpt_flops_per_token(model: GPT, seq_len: int) -> int:

@@ -18,6 +18,7 @@ BY_TRAINER = (
     *("launch.num_processes", "launch.num_threads"),
     *("train.steps", "train.epochs", "train.ema_decay", "train.spike_sigmas"),
     *("train.early_stop_patience", "train.loss_scale"),
+    *("distill.teacher_frac", "distill.temperature", "distill.features", "distill.features_weight"),
     *("train.eval_every_steps", "train.num_eval_samples"),  # where the evaluations decide the rate or the end
 )
 # compared as the configuration has them
@@ -29,7 +30,10 @@ BY_CONFIGURATION = (
     *("data.boundaries", "data.packing"),
 )
 # Addresses of data and weights, whose content is compared by fingerprint or by samples.
-BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.kept_rows", "data.corpus", "components.data")
+BY_CONTENT = (
+    *("data.train", "data.eval", "data.sample_weights", "data.kept_rows", "data.corpus", "components.data"),
+    "distill.teacher",
+)
 # Folders, speed, memory, what is kept and shown, and limits that end a run with an error: no step is another one.
 NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),

@@ -29,6 +29,7 @@ from unisono.tasks.options import (
     TextOptions,
     inert_settings,
 )
+from unisono.train.distill_options import DistillOptions
 from unisono.train.metric_kinds import CLASSES, NUMBERS, kind_problems, objective_kind
 from unisono.train.options import RunOptions, TrainOptions
 
@@ -113,6 +114,7 @@ class RunConfig:
         plan: Layout of model and batch on the ranks.
         optim: Optimizer, learning rate, decay and clipping.
         schedule: Learning rate over the steps.
+        distill: A teacher, whose outputs the model learns from.
         train: Length of the run, evaluations and the numerical guard.
         checkpoint: When checkpoints are written and how many are kept.
         observe: Console, trackers and report.
@@ -133,6 +135,7 @@ class RunConfig:
     plan: PlanOptions = field(default_factory=PlanOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    distill: DistillOptions = field(default_factory=DistillOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -144,7 +147,20 @@ class RunConfig:
         """Rules that tie sections together."""
         yield from self._optimization_problems()
         yield from self._task_problems()
+        yield from self._distill_problems()
         yield from (("components.metrics", problem) for problem in self._metric_problems())
+
+    def _distill_problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a teacher where there is none, or none of features."""
+        given, unset = self.distill, DistillOptions()
+        acts = {name: bool(given.teacher) for name in ("teacher_frac", "temperature", "features")}
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.teacher")
+        )
+        acts = {"features_weight": bool(given.teacher and given.features)}
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.features")
+        )
 
     def _metric_problems(self) -> Iterator[Problem]:
         """Metrics of classes for a task that predicts numbers, and the reverse."""
