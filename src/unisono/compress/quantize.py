@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.data.loading.loader import Tensors
 from unisono.errors import ConfigError
 from unisono.models.quantize_options import QuantizeOptions
 from unisono.models.quantized import Stored, from_integers, scale_of, store, unpack
 from unisono.models.quantized_model import make_stored, select_layers, store_layer
 from unisono.train.build import has_quantized_convolutions
+from unisono.train.objectives import Batch
 from unisono.train.trained import TrainedRun
 from unisono.train.whole_model import saved_names
 
@@ -218,7 +218,7 @@ def _watch(run: TrainedRun, names: list[str], samples: int, see: Any) -> None:
 
         return of_layer
 
-    def no_more(_number: int, _outputs: Any, _batch: Tensors) -> None:
+    def no_more(_number: int, _outputs: Any, _batch: Batch) -> None:
         """The outputs are not needed."""
 
     with ExitStack() as stack, torch.no_grad():

@@ -111,7 +111,7 @@ def unpack(packed: Tensor, form: Form) -> Tensor:
 def integer_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x int8 [N, I] times weight int8 [O, I] → exact sums int32 [N, O]."""
     if _fits_int_mm(x, weight) and _int_mm_is_exact(x.device):
-        return torch._int_mm(x, weight.t())
+        return _int_mm(x, weight)
     sums = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
     for begin in range(0, x.shape[1], _EXACT_SUMMANDS):
         part = slice(begin, begin + _EXACT_SUMMANDS)
@@ -125,13 +125,17 @@ def _fits_int_mm(x: Tensor, weight: Tensor) -> bool:
     return x.device.type == "cuda" and x.shape[0] > 16 and not (weight.shape[0] % 8 or weight.shape[1] % 8)
 
 
+def _int_mm(x: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(x, weight.t())  # pyright: ignore[reportPrivateUsage]  # has no public name; torch 2.13 tested
+
+
 @cache
 def _int_mm_is_exact(device: torch.device) -> bool:
     """Whether torch's integer product works on the device; kernels of processors without VNNI may cut sums of two products."""
     x = torch.full((32, 64), -128, dtype=torch.int8, device=device)
     x[1::2] = 127
     try:
-        product = torch._int_mm(x, x.t())
+        product = _int_mm(x, x)
     except RuntimeError:
         return False
     expected = x.double() @ x.double().t() if device.type == "cpu" else (x.float() @ x.float().t())
@@ -213,7 +217,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.form = layer.in_features, layer.out_features, form
         _register(self, layer.weight, form)
-        self.bias = cast("nn.Parameter | None", layer.bias)
+        self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] → [..., O]."""

@@ -85,9 +85,10 @@ def select_layers(model: nn.Module, options: QuantizeOptions, *, convolutions: b
             nearest="quantize.scheme int8 or int4, and no pattern for experts in quantize.skip",
         )
     if not weights:
-        first = "".join(f"; {name}: {why}" for name, why in list(kept.items())[:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
         raise ConfigError(
-            given=f"quantize.scheme {options.scheme!r} for {type(model).__name__}: all of its {len(layers)} layers are kept{first}",
+            given=f"quantize.scheme {options.scheme!r} for {type(model).__name__}, of which no layer is left"
+            + (f" ({reasons})" if reasons else ""),
             rule="it acts on linear layers, on convolutions (int8, int8_static) and on experts (int8, int4)",
             consequence="nothing would change",
             nearest="another scheme, or fewer patterns in quantize.skip",

@@ -364,7 +364,7 @@ def build_trainer(
         ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
         DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
-    _check_quantize(config, plan)
+    check_quantize(config, plan)
     build = partial(build_model, config, data.tokenizer)
     # pretrained values are read when the model is built: it cannot be built without them and filled later
     deferred = (plan.is_model_sharded or not builds_early) and not config.model.pretrained
@@ -398,7 +398,7 @@ def build_trainer(
     )
 
 
-def _check_quantize(config: RunConfig, plan: Plan) -> None:
+def check_quantize(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError for layers that cannot be trained, or that no rank has whole when it rounds them."""
     options = config.quantize
     if options.scheme == "none":
