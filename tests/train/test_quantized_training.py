@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from plans import like_one_process, on_ranks
 from pool import Pool
 
 from unisono.dist import JobSpec, World
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+from unisono.models.quantize_options import QuantizeOptions
+from unisono.models.quantized import store
+from unisono.models.quantized_model import make_aware, make_stored, select_layers
+from unisono.optim import OptimOptions, build_optimizer
 
 OF_MODEL = ("aware", "num_experts", "balance")
 
@@ -65,3 +73,54 @@ def test_names_and_initial_values_are_those_of_the_plain_model() -> None:
     plain, aware = tiny.model().state_dict(), tiny.model(aware="int4").state_dict()
     assert list(plain) == list(aware)
     assert all(torch.equal(plain[name], aware[name]) for name in plain)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_int4_after_training_with_rounding_is_better_than_without(seed: int) -> None:
+    """The same trained model, the same further steps in floating point or with rounded numbers, then int4; held-out loss."""
+    options = QuantizeOptions(scheme="int4")
+    sizes = ModelOptions(num_layers=2, dim=64, num_heads=4, num_kv_heads=4, vocab_size=32)
+    torch.manual_seed(seed)
+    start = GPT(sizes)
+    train(start, 300, seed)
+    losses: dict[str, float] = {}
+    for name in ("float", "aware"):
+        model = copy.deepcopy(start)
+        if name == "aware":
+            make_aware(model, options, convolutions=True)
+        train(model, 100, seed + 100)
+        losses[name] = held_out_loss(model)
+        weights = select_layers(model, options, convolutions=True).weights
+        for layer, made in make_stored(model, options, convolutions=True).items():
+            store(made, weights[layer])
+        losses[f"{name}, int4"] = held_out_loss(model)
+    print(losses)
+    assert losses["aware, int4"] == losses["aware"]
+    assert losses["float"] < losses["aware, int4"] < losses["float, int4"]
+
+
+def train(model: GPT, steps: int, seed: int) -> None:
+    optimizer = build_optimizer(model, OptimOptions(lr=3e-3))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss_of(model, generator).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held_out_loss(model: GPT) -> float:
+    generator = torch.Generator().manual_seed(12345)
+    with torch.no_grad():
+        return sum(float(loss_of(model.eval(), generator)) for _ in range(16)) / 16
+
+
+def loss_of(model: GPT, generator: torch.Generator) -> torch.Tensor:
+    """Mean loss of sequences of which nine tokens in ten are the sum of the two before them, modulo 32."""
+    tokens = torch.randint(0, 32, (32, 17), generator=generator)
+    for place in range(2, 17):
+        known = torch.rand(32, generator=generator) < 0.9
+        rule = (tokens[:, place - 1] + tokens[:, place - 2]) % 32
+        tokens[:, place] = torch.where(known, rule, tokens[:, place])
+    return F.cross_entropy(model(tokens[:, :-1]).logits().flatten(0, 1), tokens[:, 1:].flatten())
