@@ -48,7 +48,7 @@ def torchao(model: nn.Module, scheme: Scheme) -> nn.Module:
     """A copy that torchao has quantized with the configuration that is closest to the scheme. Raises ImportError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torchao.quantization import (
+        from torchao.quantization import (  # pyright: ignore[reportMissingImports]
             Int8DynamicActivationInt8WeightConfig,
             Int8WeightOnlyConfig,
             IntxWeightOnlyConfig,
@@ -60,7 +60,7 @@ def torchao(model: nn.Module, scheme: Scheme) -> nn.Module:
         configs = {
             "int8": Int8WeightOnlyConfig,
             "int8_dynamic": Int8DynamicActivationInt8WeightConfig,
-            "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+            "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),  # pyright: ignore
         }
         quantize_(changed, configs[scheme]())
     return changed

@@ -116,12 +116,13 @@ def test_the_public_surface_is_the_stub() -> None:
 
 
 def test_users_have_a_bounded_number_of_fields() -> None:
-    """Settings common to all tasks are 92 at most; components, which name code, and each task's own section 16 more. Data have
-    17: which rows are read, how a part is held out, and which part are questions of their own."""
+    """Settings common to all tasks are 92 at most; components, which name code, and the own section of each task, of adapters and
+    of quantized layers 16 more. Data have 17: which rows are read, how a part is held out, and which part are questions of
+    their own."""
     leaves = option_tree(RunConfig).leaves
     own = {
         section: [key for key in leaves if key.startswith(f"{section}.")]
-        for section in ("components", "task", "model", "lora", "data", "image", "text")
+        for section in ("components", "task", "model", "lora", "quantize", "data", "image", "text")
     }
     assert {section: len(keys) for section, keys in own.items() if len(keys) > (17 if section == "data" else 16)} == {}
     common = leaves.keys() - {key for keys in own.values() for key in keys}
