@@ -21,7 +21,7 @@ from unisono.models.quantized import store
 from unisono.models.quantized_model import make_aware, make_stored, select_layers
 from unisono.optim import OptimOptions, build_optimizer
 
-OF_MODEL = ("aware", "num_experts", "balance")
+OF_MODEL = ("aware", "num_layers", "num_experts", "balance")
 
 
 def split(changes: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def split(changes: dict[str, Any]) -> dict[str, Any]:
         pytest.param({"aware": "int4", "dp_shard": 2, "recompute": "full"}, marks=pytest.mark.full),
         pytest.param({"aware": "int4", "micro_batch": 2}, marks=pytest.mark.full),
         pytest.param({"aware": "int8", "dp_shard": 2, "num_experts": 2, "balance": "none"}, marks=pytest.mark.full),
-        pytest.param({"aware": "int8", "pp": 2, "micro_batch": 2, "schedule": "zbv"}, marks=pytest.mark.full),
+        pytest.param(
+            {"aware": "int8", "pp": 2, "micro_batch": 2, "schedule": "zbv", "num_layers": 4}, marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unisono.errors import ConfigError
 from unisono.models.quantize_options import QuantizeOptions
-from unisono.models.quantized import Stored, from_integers, scale_of, store, unpack
+from unisono.models.quantized import ACTIVATION_STEPS, Stored, from_integers, scale_of, store, unpack
 from unisono.models.quantized_model import make_stored, select_layers, store_layer
 from unisono.train.build import has_quantized_convolutions
 from unisono.train.objectives import Batch
@@ -205,7 +205,7 @@ def _input_scales(run: TrainedRun, names: list[str], calibration: Calibration) -
             below = found.double().cumsum(0) / found.sum()
             place = int((below < calibration.percentile / 100).sum())
             largest[name] = largest[name] * (min(place, _BINS - 1) + 1) / _BINS
-    return {name: scale_of(value, 8).reshape(1) for name, value in largest.items()}
+    return {name: scale_of(value, ACTIVATION_STEPS).reshape(1) for name, value in largest.items()}
 
 
 def _watch(run: TrainedRun, names: list[str], samples: int, see: Any) -> None:

@@ -1,8 +1,8 @@
 """Layers with weights of 8 or 4 bits: stored, or rounded while they are trained.
 
-Numbers are integers times a scale, without an offset. A scale is (largest absolute value) / (2^bits − 1) · 2, so that the grid
-spans it; the largest positive number is cut by half a step. Weights have a scale per row (8 bits) or per group of a row (4 bits),
-activations one per token (``dynamic``) or one per layer from calibration (``static``). Two weights of 4 bits share a byte, the
+Numbers are integers times a scale, without an offset. Weights have a scale per row (8 bits, largest absolute value / 127) or per
+group of a row (4 bits, / 7.5: all 16 integers are used, and the largest positive number is cut by half a step), activations one
+per token (``dynamic``) or one per layer from calibration (``static``), / 127.5. Two weights of 4 bits share a byte, the
 first in its lower half, with 8 added. The same numbers and the same layout of words are those of the package compressed-tensors.
 
 Where activations are integers too, products are summed in integers, exactly.
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from unisono.models.layers import matmul_dtype
 
 Activations = Literal["float", "dynamic", "static"]
+# the largest number in steps of the grid. Of a row's weights it is on the grid, so that no small change moves it by a step
+WEIGHT_STEPS: Final = {8: 127.0, 4: 7.5}
+ACTIVATION_STEPS: Final = 127.5  # that of other programs which read the exports
 _EXACT_SUMMANDS: Final = 1024  # products of two int8 numbers whose sum float32 holds exactly: 1024 · 2^14 = 2^24
 
 
@@ -59,9 +62,9 @@ def form_of(scheme: str, group_size: int) -> Form:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def scale_of(largest: Tensor, bits: int) -> Tensor:
-    """The scale for numbers up to ``largest`` in size, of any shape; 1 where all are 0."""
-    scale = largest.float() / ((2**bits - 1) / 2)
+def scale_of(largest: Tensor, steps: float) -> Tensor:
+    """The scale for numbers up to ``largest`` in size, of any shape, which is that many steps; 1 where all are 0."""
+    scale = largest.float() / steps
     return torch.where(scale > 0, scale, 1.0)
 
 
@@ -74,7 +77,7 @@ def to_integers(x: Tensor, scale: Tensor, bits: int) -> Tensor:
 def weight_scale(weight: Tensor, form: Form) -> Tensor:
     """The scales of a weight [..., I]: [..., G] in the dtype in which they are stored."""
     largest = _grouped(weight.float(), form).abs().amax(-1)
-    scale = scale_of(largest, form.bits).to(form.scale_dtype)
+    scale = scale_of(largest, WEIGHT_STEPS[form.bits]).to(form.scale_dtype)
     return torch.where(scale > 0, scale, 1.0)  # a subnormal one may have become 0
 
 
@@ -148,7 +151,7 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, form: Form | None) -> Tensor:
         ctx.dtype = x.dtype
         if form is None:  # activations
-            scale = scale_of(x.float().abs().amax(-1, keepdim=True), 8)
+            scale = scale_of(x.float().abs().amax(-1, keepdim=True), ACTIVATION_STEPS)
             return to_integers(x.float(), scale, 8) * scale
         rows = x.flatten(1) if x.dim() == 4 else x
         scale = weight_scale(rows, form)
@@ -314,7 +317,7 @@ def _integer_linear(
     with torch.autocast(x.device.type, enabled=False):
         rows = x.flatten(0, -2).float()
         if input_scale is None:
-            input_scale = scale_of(rows.abs().amax(-1, keepdim=True), 8)  # [N, 1]
+            input_scale = scale_of(rows.abs().amax(-1, keepdim=True), ACTIVATION_STEPS)  # [N, 1]
         y = integer_matmul(to_integers(rows, input_scale, 8).to(torch.int8), integers).float()
         y = y * input_scale * scale.t()
         y = y if bias is None else y + bias.float()
