@@ -68,12 +68,11 @@ def test_the_first_of_a_pair_is_in_the_lower_half() -> None:
 def test_integer_products_are_exact(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     monkeypatch.setattr(quantized, "_int_mm_is_exact", lambda _device: exact)
     generator = torch.Generator().manual_seed(2)
-    for rows, columns, outputs in ((1, 5, 3), (33, 2500, 17), (0, 8, 4)):
+    for rows, columns, outputs in ((1, 5, 3), (33, 2501, 17), (0, 8, 4)):
         x, weight = (
             torch.randint(-128, 128, (n, columns), dtype=torch.int8, generator=generator) for n in (rows, outputs)
         )
-        x[:1] = -128
-        weight[:1] = -128
+        x[:1], weight[:1] = 127, 127  # an odd sum beyond 2^24, which float32 does not hold
         assert torch.equal(integer_matmul(x, weight).long(), x.long() @ weight.long().t())
 
 
@@ -173,3 +172,17 @@ def test_what_is_shared_is_kept() -> None:
     selection = select_layers(model, QuantizeOptions(scheme="int8"), convolutions=True)
     assert list(selection.weights) == ["1"]
     assert selection.kept == dict.fromkeys(["0", "2"], "shared with another layer")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_accelerator_computes_the_same(scheme: Scheme) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    x, weight = (torch.randint(-128, 128, (n, 264), dtype=torch.int8) for n in (40, 24))
+    assert torch.equal(integer_matmul(x.to(device), weight.to(device)).cpu(), integer_matmul(x, weight))
+    model, inputs = models()["classes"]
+    stored = store_all(model.eval(), QuantizeOptions(scheme=scheme))
+    mine = outputs(stored, inputs)
+    theirs = outputs(stored.to(device), tuple(each.to(device) for each in inputs)).cpu()
+    torch.testing.assert_close(theirs, mine, rtol=1e-2 if "_" in scheme else 1e-4, atol=1e-2 if "_" in scheme else 1e-5)
