@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from commands import Desk
+from task_data import write_images
 
 from unisono.checkpoint import open_checkpoint
 from unisono.cli.common import load_run
@@ -297,3 +298,42 @@ def test_a_hugging_face_folder(desk: Desk, tmp_path: Path) -> None:
     again = desk.here("quantize", str(out / "export"), f"--out={tmp_path / 'again'}", *settings)
     assert again.code == 2
     assert "quantization_config" in again.err
+
+
+def test_a_mixture_of_experts(desk: Desk, tmp_path: Path) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    assert desk.train(run_dir, "--set=model.num_experts=2", "--set=train.steps=1").code == 0
+    told = quantized(desk, run_dir, out, "int4")
+    assert evaluation(desk, out) == told["figures"]["after"]["evaluation"]
+    assert {"blocks.0.ffn.experts.gate", "blocks.0.attention.q"} <= {layer["name"] for layer in told["layers"]}
+    refused = desk.here("quantize", str(run_dir), f"--out={tmp_path / 'dynamic'}", "--scheme=int8_dynamic")
+    assert refused.code == 2
+    assert "blocks.0.ffn.experts.gate would be kept" in refused.err
+
+
+@pytest.mark.parametrize("scheme", ["int8_static", pytest.param("int8", marks=pytest.mark.full)])
+def test_images(desk: Desk, tmp_path: Path, scheme: str) -> None:
+    """Convolutions have scales from training images; the first one and the head are kept."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    images = write_images(tmp_path / "images", per_class=6)
+    settings = ("--set=task.kind=image", f"--set=data.train={images}", "--set=image.size=16", "--set=train.steps=2")
+    done = desk.here(
+        "train",
+        "--debug",
+        f"--set=run.dir={run_dir}",
+        "--set=components.model=resnet14",
+        "--set=plan.global_batch=4",
+        "--set=data.eval_frac=0.25",
+        *settings,
+    )
+    assert done.code == 0, done.err
+    told = quantized(desk, run_dir, out, scheme)
+    assert evaluation(desk, out) == told["figures"]["after"]["evaluation"]
+    names = {layer["name"] for layer in told["layers"]}
+    assert "blocks.0.conv2" in names
+    assert not names & {"stem", "head"}
+    assert {kept["reason"] for kept in told["kept"]} >= {"quantize.skip 'stem'", "quantize.skip 'head'"}
+    assert all((layer["input_scale"] is not None) == (scheme == "int8_static") for layer in told["layers"])
+    refused = desk.here("quantize", str(run_dir), f"--out={tmp_path / 'four'}", "--scheme=int4")
+    assert refused.code == 2
+    assert "no layer is left" in refused.err
