@@ -82,6 +82,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "plan",
         "predict",
         "profile",
+        "quantize",
         "report",
         "top",
         "train",
@@ -125,9 +126,9 @@ def test_the_public_surface_is_the_stub() -> None:
 
 def test_users_have_a_bounded_number_of_fields() -> None:
     """Settings common to all tasks are 93 at most; components, which name code, and the own section of each task, of adapters, of
-    a teacher and of stored weights 16 more. Data have 17: which rows are read, how a part is held out, and which part are questions
-    of their own. A model has 18: where its weights come from is one, and a head's width another, which is free once heads have
-    been pruned."""
+    a teacher and of quantized layers 16 more. Data have 17: which rows are read, how a part is held out, and which part are
+    questions of their own. A model has 18: where its weights come from is one, and a head's width another, which is free once
+    heads have been pruned."""
     leaves = option_tree(RunConfig).leaves
     own = {
         section: [key for key in leaves if key.startswith(f"{section}.")]

@@ -34,6 +34,7 @@ COMMANDS = {
     "tune": "Find settings by search: each trial is a training.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "predict": "Say what a trained model predicts for new data.",
+    "quantize": "Write a smaller model with weights of 8 or 4 bits.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
     "plan": "Show, check, compare, write strategy files.",

@@ -44,6 +44,7 @@ from unisono.train.build import (
     RunData,
     build_data,
     build_trainer,
+    check_quantize,
     data_notices,
     resolve_run,
     resolve_steps,
@@ -76,6 +77,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     config = resolved.value
     run_dir = Path(config.run.dir)
     device, plan = resolve_plan(config.plan, job)
+    check_quantize(config, plan)  # before the folder of a quantized model is touched
     with ExitStack() as stack:
         job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
         world = init_distributed(plan, job, device.type, config.launch.timeout_s, config.launch.collective_backend)

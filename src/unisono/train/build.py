@@ -29,6 +29,7 @@ from unisono.interop.initial_weights import load_weights
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
+from unisono.models.quantized_model import make_aware, make_stored
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.tasks.columns import number_columns, resolve_task
@@ -240,14 +241,22 @@ def source_copies(config: RunConfig) -> Path:
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     """The model of the configuration on the CPU; ``components.init``, ``run.seed`` and ``model.weights`` decide its values.
 
-    ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError, DataError,
-    or CheckpointError for ``model.weights`` of another model.
+    Layers that the section ``quantize`` stores are zeros. ``tokenizer`` gives the size of the vocabulary; None for other tasks
+    and the user's own data. Raises ConfigError, DataError, or CheckpointError for ``model.weights`` of another model.
     """
     cast(Any, torch).manual_seed(config.run.seed)
     model = initialize(_built_model(config, tokenizer), config.components.init, seed=config.run.seed)
     if config.model.weights:
         load_weights(model, config.model.weights, new_head=config.task.kind not in LANGUAGE_MODELS)
+    if config.quantize.scheme != "none":
+        put = make_aware if config.quantize.aware else make_stored
+        put(model, config.quantize, convolutions=has_quantized_convolutions(config))
     return model
+
+
+def has_quantized_convolutions(config: RunConfig) -> bool:
+    """Whether ``quantize`` is about convolutions too; of a model of transformers only linear layers load from its files."""
+    return not config.model.pretrained
 
 
 def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
@@ -365,6 +374,7 @@ def build_trainer(
         ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
         DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
+    check_quantize(config, plan)
     build = partial(build_model, config, data.tokenizer)
     # pretrained values are read when the model is built: it cannot be built without them and filled later
     deferred = (plan.is_model_sharded or not builds_early) and not config.model.pretrained
@@ -406,6 +416,28 @@ def _distillation(config: RunConfig, data: RunData, world: World) -> Distillatio
     from unisono.train.teacher import load_teacher  # which builds models of other configurations
 
     return Distillation(partial(load_teacher, config, data.tokenizer, world), replace(config.distill, teacher=""))
+
+
+def check_quantize(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError for layers that cannot be trained, or that no rank has whole when it rounds them."""
+    options = config.quantize
+    if options.scheme == "none":
+        return
+    if not options.aware:
+        raise ConfigError(
+            given=f"quantize.scheme {options.scheme!r} without quantize.aware",
+            rule="stored integers have no gradient: such a model is evaluated and exported",
+            consequence="it cannot learn; nothing was started",
+            nearest="quantize.aware=true, which trains the weights behind the rounded ones, and unisono quantize after it",
+        )
+    if plan.mesh.tp > 1 or plan.mesh.ep > 1:
+        axis = "tp" if plan.mesh.tp > 1 else "ep"
+        raise ConfigError(
+            given=f"quantize.aware with plan.{axis} {getattr(plan.mesh, axis)}",
+            rule="a scale is that of a whole row of a weight, and a rank with a part of the layer does not have it",
+            consequence="the rounding would be another one than that of the quantized model; nothing was started",
+            nearest=f"plan.{axis}=1; plan.dp_shard and plan.pp divide the model too",
+        )
 
 
 def gpt_flops_per_token(model: GPT, seq_len: int) -> int:

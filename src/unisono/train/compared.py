@@ -24,7 +24,7 @@ BY_TRAINER = (
 # compared as the configuration has them
 BY_CONFIGURATION = (
     *("components.model", "components.init", "components.objective", "components.transform"),
-    *("task", "model", "lora", "image", "text"),
+    *("task", "model", "lora", "quantize", "image", "text"),
     *("data.weights", "data.bucket_batches", "data.text_column", "data.tokenizer", "data.seq_len", "data.eval_frac"),
     *("data.eval_fold", "data.eval_split"),
     *("data.boundaries", "data.packing"),

@@ -15,6 +15,7 @@ from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
 from unisono.models.init_rules import rule_problems
 from unisono.models.options import ModelOptions
+from unisono.models.quantize_options import QuantizeOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.optim.width_scaling import width_problems
@@ -107,6 +108,7 @@ class RunConfig:
         task: What is predicted from what.
         model: Sizes of the built-in model, or a pretrained one.
         lora: Adapters of a pretrained model.
+        quantize: Layers whose weights have few bits.
         data: Sources of samples, or corpus, tokenizer and windows.
         image: Decoding and augmentation of images.
         text: Augmentation of texts.
@@ -128,6 +130,7 @@ class RunConfig:
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    quantize: QuantizeOptions = field(default_factory=QuantizeOptions)
     data: DataOptions = field(default_factory=DataOptions)
     image: ImageOptions = field(default_factory=ImageOptions)
     text: TextOptions = field(default_factory=TextOptions)
@@ -276,6 +279,14 @@ class RunConfig:
                     yield f"model.{field_name}", problem
             for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
                 yield f"lora.{name}", problem
+        if self.lora.rank and self.quantize.scheme != "none":
+            yield (
+                "quantize.scheme",
+                _conflict(
+                    f"quantize.scheme {self.quantize.scheme!r}",
+                    f"lora.rank {self.lora.rank}: adapters are no whole model",
+                ),
+            )
         if self.model.mup_base_dim:
             yield from self._width_problems()
 
