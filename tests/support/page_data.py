@@ -297,6 +297,5 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "quality.md": quality,
     "smaller-models.md": small_run,
     "trackers.md": small_run,
-    "smaller-models.md": small_run,
     "tuning.md": tuning,
 }
