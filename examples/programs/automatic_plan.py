@@ -41,6 +41,8 @@ num_processes = 4
 """
     )
     config = root / "run.toml"
+    for processes in (2, 4):  # once on a machine: the links between all ranks, and between two of them
+        unisono("plan", "calibrate", "--processes", processes)
     unisono("train", "--plan", "auto", config, f"--set=run.dir={root / 'auto'}")
     unisono("train", config, f"--set=run.dir={root / 'plain'}", "--set=plan.dp_replicate=4")
     chosen = json.loads((root / "auto" / "plan.json").read_text())

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 
-def unisono(*arguments: object) -> dict:
-    """The JSON that a command prints."""
-    command = [sys.executable, "-m", "unisono", *map(str, arguments), "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+def unisono(*arguments: object) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "unisono", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def draw_images(folder: Path, count: int) -> None:
@@ -26,8 +26,8 @@ def draw_images(folder: Path, count: int) -> None:
     random = np.random.default_rng(0)
     for number in range(count):
         name = ("level", "upright", "slanted")[number % 3]
-        pixels = random.integers(0, 100, (36, 36, 3), dtype=np.uint8)
-        rows, columns = np.mgrid[0:36, 0:36]
+        pixels = random.integers(0, 100, (28, 28, 3), dtype=np.uint8)
+        rows, columns = np.mgrid[0:28, 0:28]
         along = {"level": rows, "upright": columns, "slanted": rows + columns}[name]
         pixels[(along + random.integers(12)) % 12 < 4] += 150
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,15 @@ def draw_images(folder: Path, count: int) -> None:
 def main(folder: str, sync: str) -> None:
     root = Path(folder)
     if not (root / "images.rec").exists():
-        draw_images(root / "images", 240)
+        draw_images(root / "images", 300)
         unisono("data", "pack", root / "images", root / "images.rec")
     settings = {
         "task.kind": "image",
         "data.train": root / "images.rec",
         "components.model": "resnet14",
-        "image.size": 32,
-        "image.flip": "false",  # a slanted bar would slant the other way
+        "image.size": 20,
+        "data.eval_frac": 0.2,
+        "image.flip": 0,  # a slanted bar would slant the other way
         "image.rotate_degrees": 5,
         "image.erase": 0.1,
         "plan.sync": sync,
@@ -58,9 +59,9 @@ def main(folder: str, sync: str) -> None:
     if sync == "dist_async":
         settings |= {"launch.num_servers": 1, "plan.staleness": 4}
     unisono("train", *(f"--set={name}={value}" for name, value in settings.items()))
-    found = unisono("eval", root / sync)["evaluation"]
+    found = json.loads(unisono("eval", root / sync, "--json"))["evaluation"]
     print(f"{sync}: accuracy {found['accuracy']:.3f} of held-out images")
-    assert found["accuracy"] > 0.9, found
+    assert found["accuracy"] > 0.85, found
 
 
 if __name__ == "__main__":
