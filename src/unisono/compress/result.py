@@ -32,6 +32,7 @@ from unisono.train.trained import TrainedRun
 from unisono.train.whole_model import saved_names
 
 RECORD_FILE: Final = "compression.json"
+EXPORT_FOLDER: Final = "export"
 
 
 def write_result(
@@ -75,7 +76,8 @@ def write_result(
             meta={**run.meta, "compression": facts},
         )
         card = model_card(run, comparison, facts)
-        export_run(model, config, run.sources.tokenizer, unfinished / "export", card=card)
+        # model.pretrained of the new configuration may be the export itself, so the tokenizer is that of the source
+        export_run(model, run.config, run.sources.tokenizer, unfinished / EXPORT_FOLDER, card=card)
         write_atomically(unfinished / RECORD_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         unfinished.rename(target)
     except OSError as error:

@@ -93,7 +93,7 @@ def _configured_shape(path: Path) -> ModelShape:
         hidden=model.dim,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
-        head_dim=model.dim // model.num_heads,
+        head_dim=model.head_width,
         ffn=model.hidden_ffn,
         gated=True,
         vocab=vocab,
