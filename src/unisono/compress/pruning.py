@@ -71,7 +71,12 @@ def prune(
         model, resolved, sizes = smaller_model(run, resolved, kept)
         what.append("pruned: " + ", ".join(_parts(removal)))
         removed = sorted(set(range(len(kept.blocks))) - set(kept.layers))
-        heads = {units.block: columns.tolist() for units, columns in kept.units if units.kind == "heads"}
+        stay = {kept.blocks[number] for number in kept.layers}
+        heads = {
+            units.block: columns.tolist()
+            for units, columns in kept.units
+            if units.kind == "heads" and units.block in stay
+        }
         record |= {"sizes": sizes, "removed_layers": removed, "kept_heads": heads}
         lines.append("new sizes: " + ", ".join(f"{name} {value}" for name, value in sizes.items()))
         if removed:

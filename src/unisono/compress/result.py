@@ -33,6 +33,7 @@ from unisono.train.whole_model import saved_names
 
 RECORD_FILE: Final = "compression.json"
 EXPORT_FOLDER: Final = "export"
+_NOT_ON_CARD: Final = ("what", "source", "figures", "sensitivity", "kept_heads")
 
 
 def write_result(
@@ -114,11 +115,7 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
         f"- configuration: `{facts['source']['config']}`",
         *([f"- training data: `{order['data']}`"] if "data" in order else []),
         *([f"- plan of the training: `{json.dumps(_short(environment['plan']))}`"] if "plan" in environment else []),
-        *(
-            f"- {name}: `{json.dumps(value)}`"
-            for name, value in facts.items()
-            if name not in ("what", "source", "figures")
-        ),
+        *(f"- {name}: `{json.dumps(value)}`" for name, value in facts.items() if name not in _NOT_ON_CARD),
         "",
         "| | before | after |",
         "|---|---|---|",

@@ -33,7 +33,7 @@ Criterion = Literal["magnitude", "activation", "taylor"]
 def unit_scores(
     run: TrainedRun, model: nn.Module, units: Sequence[Units], criterion: Criterion, samples: int
 ) -> list[Tensor]:
-    """The scores [rows, columns] of the units, in float64 on the CPU.
+    """The scores [rows, columns] of the units, in float64 on the CPU. A row that no sample reached is scored by magnitude.
 
     Args:
         run: The run, whose training samples are read.
@@ -46,28 +46,33 @@ def unit_scores(
         ConfigError: A score is not finite.
     """
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    norms = [_unit_norms(tensors, unit) for unit in units]
+    found: list[Tensor] = []
     if criterion == "magnitude":
-        squares = [
-            sum(
-                unit.per_unit(owned.reduced(tensors[owned.name].double().square()))
-                for owned in unit.owned
-                if owned.learned
-            )
-            for unit in units
-        ]
-        return [_finite(torch.as_tensor(square).sqrt().cpu(), units[n].block) for n, square in enumerate(squares)]
-    if criterion == "activation":
-        norms = input_norms(run, model, [unit.read.name for unit in units], samples)
-        found: list[Tensor] = []
+        found = norms
+    elif criterion == "activation":
+        inputs = input_norms(run, model, [unit.read.name for unit in units], samples)
         for unit in units:
             weights = unit.read.reduced(tensors[unit.read.name].double().square())
-            found.append(unit.per_unit(weights * norms[unit.read.name].square()).sqrt().cpu())
+            found.append(unit.per_unit(weights * inputs[unit.read.name].square()).sqrt().cpu())
     else:
         found = [torch.zeros(unit.rows, unit.columns, dtype=torch.float64) for unit in units]
         for changes in _changes(run, model, samples):
             for unit, total in zip(units, found, strict=True):
                 total += unit.per_unit(unit.read.reduced(changes[unit.read.name].double())).abs().cpu()
-    return [_finite(score, unit.block) for score, unit in zip(found, units, strict=True)]
+    # no sample reached a row of zeros, such as an expert
+    reached = [
+        torch.where((score == 0).all(1, keepdim=True), norm, score) for score, norm in zip(found, norms, strict=True)
+    ]
+    return [_finite(score, unit.block) for score, unit in zip(reached, units, strict=True)]
+
+
+def _unit_norms(tensors: Mapping[str, Tensor], unit: Units) -> Tensor:
+    """The norm of each unit's weights [rows, columns]."""
+    squares = [
+        unit.per_unit(owned.reduced(tensors[owned.name].double().square())) for owned in unit.owned if owned.learned
+    ]
+    return torch.stack(squares).sum(0).sqrt().cpu()
 
 
 def block_scores(
@@ -189,7 +194,8 @@ def _changes(run: TrainedRun, model: nn.Module, samples: int) -> Iterator[dict[s
 
     for batch in run.training_batches(samples):
         model.zero_grad(set_to_none=True)
-        passes.evaluate([batch], backward)
+        with torch.enable_grad():
+            passes.evaluate([batch], backward)
         yield {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.detach() * parameter.grad
             for name, parameter in model.named_parameters()
