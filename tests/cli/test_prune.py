@@ -22,7 +22,9 @@ WIDER = ("--set=model.num_layers=2", "--set=model.num_heads=4", "--set=model.num
 def source(shared_desk: Desk) -> Path:
     """A finished run of two layers, to be read only."""
     run_dir = shared_desk.folder / "wide"
-    done = shared_desk.train(run_dir, *WIDER)
+    done = shared_desk.train(
+        run_dir, *WIDER, "--set=train.steps=40", "--set=optim.lr=0.01", "--set=train.eval_every_steps=0"
+    )
     assert done.code == 0, done.err
     return run_dir
 
@@ -124,13 +126,12 @@ def test_a_model_that_got_too_bad_is_not_written(desk: Desk, source: Path, tmp_p
     out = tmp_path / "out"
     options = ("--ffn=0.9", "--heads=0.5", "--layers=1", "--criterion=magnitude")
     done = desk.here("prune", str(source), "--out", str(out), *options, "--max-drop=0", "--json")
-    assert (
-        (done.code, done.json["ok"], done.json["out"]) == (1, False, None)
-        if done.json["drop"] > 0
-        else (0, True, str(out))
-    )
-    assert done.json["drop"] != 0
-    assert out.exists() == done.json["ok"]
+    assert (done.code, done.json["ok"], done.json["out"]) == (1, False, None)
+    assert done.json["drop"] > 0
+    assert not list(tmp_path.iterdir())
+    told = desk.here("prune", str(source), "--out", str(out), *options, "--max-drop=0.001")
+    assert told.code == 1
+    assert "refused: loss is" in told.out
 
 
 @pytest.mark.parametrize(

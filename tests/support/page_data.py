@@ -276,6 +276,7 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "plans.md": small_run,
     "profile.md": profile,
     "quality.md": quality,
+    "smaller-models.md": small_run,
     "trackers.md": small_run,
     "tuning.md": tuning,
 }
