@@ -80,6 +80,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "launch",
         "plan",
         "profile",
+        "prune",
         "report",
         "top",
         "train",

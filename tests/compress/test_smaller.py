@@ -152,7 +152,7 @@ def test_a_resnet(tmp_path: Path, criterion: Criterion) -> None:
     settings = ("task.kind=image", f"data.train={tmp_path / 'images'}", "image.size=16", "components.model=resnet14")
     with opened(*settings, f"data.cache_dir={tmp_path / 'cache'}") as (run, resolved):
         made, sizes = check_smaller(run, resolved, removal(ffn=0.3, criterion=criterion))
-        assert sizes == {"inner_frac": 0.7}
+        assert sizes == {"ffn_dim": 45}
         assert made.blocks[0].conv2.weight.shape == (45, 45, 3, 3)
         for kind in ("heads", "layers"):
             with pytest.raises(ConfigError, match="ResNet"):

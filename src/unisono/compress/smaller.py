@@ -29,7 +29,6 @@ from unisono.compress.units import (
 )
 from unisono.config import Resolved
 from unisono.errors import ConfigError
-from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
 from unisono.models.resnet import ResNet
 from unisono.tasks.model_names import MODELS
@@ -221,10 +220,11 @@ def _kept_heads(heads: int, kv_heads: int, fraction: float) -> tuple[bool, int]:
 def _kept_hidden(model: nn.Module, columns: int, fraction: float) -> int:
     """How many of ``columns`` hidden units stay."""
     kept = columns - int(fraction * columns + 0.5)
-    if isinstance(model, ResNet):  # which has one fraction for all stages
+    if isinstance(model, ResNet):  # stages in the proportion of their widths
         options = model.options
         width = next(width for width in options.widths if options.inner(width) == columns)
-        kept = replace(options, inner_frac=_inner_frac(model, fraction)).inner(width)
+        first = options.inner(options.widths[0])
+        kept = replace(options, inner_width=max(1, first - int(fraction * first + 0.5))).inner(width)
     if not 0 < kept < columns:
         raise _refused(
             f"--ffn {fraction:g} of {columns} hidden units",
@@ -232,10 +232,6 @@ def _kept_hidden(model: nn.Module, columns: int, fraction: float) -> int:
             f"--ffn {1 / columns:.2g}" if kept else f"--ffn {1 - 1 / columns:.2g}",
         )
     return kept
-
-
-def _inner_frac(model: ResNet, fraction: float) -> float:
-    return model.options.inner_frac * (1 - fraction)
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
@@ -287,10 +283,8 @@ def _settings(model: nn.Module, kept: Kept) -> dict[str, Any]:
     if isinstance(model, GPT) and (heads := _new_heads(model, kept)):
         settings |= {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": model.options.head_width}
     hidden = _new_hidden(kept)
-    if hidden is not None and isinstance(model, GPT | BERT):
+    if hidden is not None:
         settings["ffn_dim"] = hidden
-    if hidden is not None and isinstance(model, ResNet):
-        settings["inner_frac"] = _inner_frac(model, kept.removal.ffn)
     return settings
 
 

@@ -56,8 +56,9 @@ class ModelOptions:
     )
     ffn_dim: int = option(
         0,
-        "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert).",
-        applies_with="components.model gpt, moe or bert",
+        "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert). In a "
+        "resnet the channels inside the blocks of the first stage, others in proportion; 0 = 64.",
+        applies_with="components.model gpt, moe, bert or resnet",
         ge=0,
         le=MAX_WIDTH,
     )
@@ -102,13 +103,6 @@ class ModelOptions:
     norm_eps: float = option(1e-5, "Epsilon inside RMSNorm.", applies_with="components.model gpt, moe or bert", gt=0.0)
     rope_theta: float = option(
         10000.0, "Base of the rotary position frequencies.", applies_with="components.model gpt or moe", gt=0.0
-    )
-    inner_frac: float = option(
-        1.0,
-        "Channels inside the blocks of a resnet, over those of the full network.",
-        applies_with="components.model resnet",
-        gt=0.0,
-        le=1.0,
     )
     mup_base_dim: int = option(
         0,

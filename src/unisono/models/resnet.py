@@ -29,7 +29,8 @@ class ResNetOptions:
         widths: Channels of the 3x3 convolutions of each stage.
         norm: "batch" depends on the other samples of a micro-batch, "group" (Wu and He 2018) does not.
         groups: Groups of channels of a group norm.
-        inner_frac: Channels inside a block over its stage's width; 1 is the network of the paper.
+        inner_width: Channels inside the blocks of the first stage, those of others are in proportion; 0 = ``widths[0]``, as in
+            the paper.
         stem: "image" reduces height and width to a quarter before the first block; "small" keeps them, for images of about
             32 pixels.
 
@@ -43,7 +44,7 @@ class ResNetOptions:
     widths: tuple[int, ...] = (64, 128, 256, 512)
     norm: Literal["batch", "group"] = "batch"
     groups: int = 32
-    inner_frac: float = 1.0
+    inner_width: int = 0
     stem: Literal["image", "small"] = "image"
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ class ResNetOptions:
 
     def inner(self, width: int) -> int:
         """Channels inside a block of a stage of ``width``."""
-        return max(1, round(width * self.inner_frac))
+        return max(1, round(width * (self.inner_width or self.widths[0]) / self.widths[0]))
 
     def make_norm(self, channels: int) -> nn.Module:
         """A norm over ``channels`` channels."""

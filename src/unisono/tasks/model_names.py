@@ -26,13 +26,13 @@ MODELS: Final[dict[str, tuple[str, ...]]] = {
     "mlp": ("table",),
 }
 _OF_ALL: Final = ("pretrained", "weights")
-_GPT: Final = tuple(name for name in ModelOptions.__dataclass_fields__ if name not in (*_OF_ALL, "inner_frac"))
+_GPT: Final = tuple(name for name in ModelOptions.__dataclass_fields__ if name not in _OF_ALL)
 _READS: Final[dict[str, tuple[str, ...]]] = {
     "gpt": _GPT,
     "moe": tuple(name for name in _GPT if name != "mup_base_dim"),
     "bert": ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "dropout", "norm_eps"),
     "mlp": ("num_layers", "dim", "vocab_size", "dropout"),
-    **{name: ("inner_frac",) for name in MODELS if name.startswith("resnet")},
+    **{name: ("ffn_dim",) for name in MODELS if name.startswith("resnet")},
 }
 
 
