@@ -21,7 +21,8 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build", "README.md"]
 html_theme = "furo"
 html_title = "unisono"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["pairs.css"]
 
 # Links between pages are written as they work on a file browser too: `plans.md`, `adr/0001-packages.md#context`.
 myst_heading_anchors = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.planner.fitting import fit, read_runs, recomputed_over_model_flops
+from benchmarks.planner.corrections import CORRECTIONS, corrected
+from benchmarks.planner.fitting import ROWS, fit, read_runs, recomputed_over_model_flops
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
@@ -53,3 +55,51 @@ def test_efficiencies_are_pooled_by_architecture() -> None:
     h100, h200, a100, gb200 = efficiencies([replace(base, device=DEVICES[name]) for name in devices], known)
     assert h100 < gb200 < a100
     assert h200 == pytest.approx(h100, rel=0.1)
+
+
+def test_each_correction_changes_rows_and_leaves_those_of_other_sources() -> None:
+    with ROWS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for correction in CORRECTIONS:
+        meant = [row for row in rows if correction.source in row["source"]]
+        meant = [row for row in meant if correction.where is None or correction.where(row)]
+        assert meant, correction.text
+        assert all(corrected(row) != row for row in meant), correction.text
+    untouched = [row for row in rows if not any(correction.source in row["source"] for correction in CORRECTIONS)]
+    assert all(corrected(row) == row for row in untouched)
+    assert len(untouched) > 300
+
+
+def test_a_step_time_alone_is_a_speed() -> None:
+    """Korthikanti et al. 2022, table 5: 530 billion parameters, 280 sequences of 2,048 tokens in 37.83 s on 280 devices."""
+    runs = [run for run in read_runs()[0] if "2205.05198" in run.row["source"] and run.row["model"] == "gpt-530b"]
+    assert sorted(run.tokens_per_s for run in runs) == pytest.approx([2048 / 49.05, 2048 / 37.83])
+    # the utilization that the paper gives beside it
+    assert runs[0].utilization == pytest.approx(0.56, abs=0.01)
+
+
+def test_batch_time_and_flops_of_the_megatron_tables_agree() -> None:
+    """Each row gives all three, so that they say how long a sequence was."""
+    runs = [run for run in read_runs()[0] if "tables.tex" in run.row["source"]]
+    assert len(runs) == 8
+    for run in runs:
+        seconds = float(run.row["global_batch"]) * run.layout.seq_len / run.tokens_per_s / run.layout.num_devices
+        assert seconds == pytest.approx(float(run.row["step_time_s"]), rel=0.04)
+
+
+def test_sources_of_many_rows_do_not_decide_alone() -> None:
+    base = Layout(
+        model=PRESETS["llama-3-8b"],
+        device=DEVICES["h100"],
+        precision="bf16",
+        num_devices=8,
+        global_batch=64,
+        seq_len=4096,
+    )
+    layouts = [replace(base, micro_batch=size) for size in (1, 2, 4, 8)] * 17
+    real = np.array([0.4] * 64 + [0.6] * 4)
+    work = count_work(layouts)
+    measured = step_time(work, real, fit(layouts, np.ones(len(layouts)))).total
+    equal = fit(layouts, measured).efficiency["h100/16-bit"]
+    by_source = fit(layouts, measured, ["many"] * 64 + ["few"] * 4).efficiency["h100/16-bit"]
+    assert equal < by_source

@@ -34,7 +34,15 @@ OTHER_NAMES = {
     *(f"unisono.{group}" for group in ("objectives", "datasets", "transforms", "metrics", "sinks", "codecs", "rules")),
     *(
         f"unisono.{group}"
-        for group in ("collate_fns", "optimizers", "schedules", "callbacks", "device_readers", "devices")
+        for group in (
+            "collate_fns",
+            "optimizers",
+            "schedules",
+            "callbacks",
+            "device_readers",
+            "devices",
+            "dist_backends",
+        )
     ),
     "unisono.log_level",
     "unisono.gone.rst",

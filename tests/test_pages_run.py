@@ -21,6 +21,9 @@ NOT_RUN = {
     ),
     ("launching.md", "export UNISONO_SECRET_FILE=$PWD/secret      # umask 077; head -c 32 /dev/urandom > secret, "
      "the same file on every host"): "needs launch.py of dmlc-core",
+    ("launching.md", "unisono train --set launch.num_processes=2 --set launch.collective_backend=fabric"): (
+        "needs a package with a back end"
+    ),
     ("profile.md", "unisono profile runs/mine --now --steps 3"): "needs a run that is under way",
     ("quality.md", "unisono data clean corpus.jsonl --out clean --ray auto"): "needs a Ray cluster",
     ("security.md", "pip install --require-hashes -r locks/cpu.txt"): "needs a checkout of the repository",

@@ -3,7 +3,8 @@
     python -m benchmarks.planner.fitting  # writes src/unisono/planner/step_time.json
 
 The logarithms of constants are fitted to the logarithms of measured step times (least squares with a soft L1 loss, so that single
-rows do not decide). Each has a first value, from data sheets or common sense, that it returns to where rows say nothing.
+rows do not decide). Rows of one source are no independent samples, so the weight of a source is the root of their number. Each
+constant has a first value, from data sheets or common sense, that it returns to where rows say nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+from benchmarks.planner.corrections import corrected, network_bytes_per_s
 from scipy.optimize import least_squares
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
@@ -35,8 +37,15 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "half_expert_width": (300, 10, 20000),
     "attention": (0.45, 0.15, 1),
     "older_attention": (0.6, 0.2, 1),  # FlashAttention-3 is 1.5 to 2.0 times as fast on H100 (arXiv 2407.08608)
+    "first_attention": (
+        0.6,
+        0.3,
+        1,
+    ),  # FlashAttention-2 is 1.3 to 2.5 times as fast as the first in Triton (arXiv 2307.08691)
+    "score_passes": (6, 1, 40),
     "lm_head": (0.8, 0.3, 1.2),
     "activation_passes": (5, 0.25, 30),
+    "eager_passes": (1.5, 1, 3),
     "tp_factor": (0.6, 0.05, 4),
     "tp_latency_s": (2e-5, 1e-7, 1e-3),
     "ep_factor": (1, 0.05, 8),
@@ -87,7 +96,7 @@ def read_runs() -> tuple[list[PublishedRun], list[str]]:
     runs: list[PublishedRun] = []
     refused: list[str] = []
     with ROWS.open(newline="") as file:
-        for row in csv.DictReader(file):
+        for row in map(corrected, csv.DictReader(file)):
             try:
                 layout = read_layout(row)
             except LayoutError as error:
@@ -99,9 +108,13 @@ def read_runs() -> tuple[list[PublishedRun], list[str]]:
                 layout = replace(layout, recompute="full")  # some of these rows do not say it otherwise
                 flops /= recomputed_over_model_flops(layout)
             tokens = tokens or flops / layout.model.flops_per_token(layout.seq_len)
+            if not tokens and row["step_time_s"] and row["global_batch"]:
+                tokens = layout.global_batch * layout.seq_len / float(row["step_time_s"]) / layout.num_devices
             if not tokens:
                 refused.append("no speed was measured")
                 continue
+            network = network_bytes_per_s(row, layout.device.network_bytes_per_s)
+            layout = replace(layout, device=replace(layout.device, network_bytes_per_s=network))
             runs.append(PublishedRun(row=row, layout=layout, tokens_per_s=tokens, excluded=_excluded(row)))
     return runs, refused
 
@@ -134,8 +147,14 @@ def measured_s(runs: Sequence[PublishedRun], work: StepWork) -> Numbers:
     return work.tokens_per_step / speed / work.num_devices
 
 
-def fit(layouts: Sequence[Layout], measured: Numbers) -> Constants:
-    """Constants for ``measured`` step times of ``layouts``."""
+def fit(layouts: Sequence[Layout], measured: Numbers, sources: Sequence[str] = ()) -> Constants:
+    """Constants for ``measured`` step times of ``layouts``.
+
+    ``sources`` are those of the layouts; without them each row has the same weight.
+    """
+    rows_of = Counter(sources)
+    weights = np.array([rows_of[source] ** -0.5 for source in sources]) if sources else np.ones(len(layouts))
+    root_weights = np.sqrt(weights / weights.mean())
     work, names = count_work(layouts), list(STARTS)
     counts = Counter(key for layout in layouts for key in efficiency_keys(layout))
     keys = [_OTHER, *sorted(key for key, count in counts.items() if count >= FEW_ROWS)]
@@ -147,6 +166,14 @@ def fit(layouts: Sequence[Layout], measured: Numbers) -> Constants:
     for device, *architecture in set(map(efficiency_keys, layouts)):
         if device in place and architecture:
             parent[place[device]], away[place[device]] = place[architecture[0]], DEVICE_SPREAD
+    # large products are limited by power, so devices of an architecture differ as their power over their peak does
+    power, alone = np.zeros(len(keys)), np.zeros(len(layouts))
+    for i, layout in enumerate(layouts):
+        own, *architecture = efficiency_keys(layout)
+        if own in place:
+            power[place[own]] = np.log(layout.device.power_share)
+        elif architecture and architecture[0] in place:
+            alone[i] = np.log(layout.device.power_share)
     shared = len(names)
     starts = np.log([*(STARTS[name][0] for name in names), *[FIRST_EFFICIENCY] * len(keys)])
     low = np.log([*(STARTS[name][1] for name in names), *[LEAST_EFFICIENCY] * len(keys)])
@@ -159,12 +186,13 @@ def fit(layouts: Sequence[Layout], measured: Numbers) -> Constants:
         return Constants(**common, other_efficiency=efficiency.pop(_OTHER), efficiency=efficiency)
 
     def residuals(x: Numbers) -> Numbers:
-        predicted = step_time(work, np.exp(x[shared:])[which], constants(x)).total
-        returns: Numbers = np.take(x[shared:], parent)
+        efficiency = np.minimum(1, np.exp(x[shared:][which] + alone))
+        predicted = step_time(work, efficiency, constants(x)).total
+        returns: Numbers = np.take(x[shared:], parent) + power
         returns[0] = starts[shared]
         return np.concatenate(
             [
-                np.log(predicted / measured) / ROW_SPREAD,
+                np.log(predicted / measured) / ROW_SPREAD * root_weights,
                 (x[:shared] - starts[:shared]) / START_SPREAD,
                 (x[shared:] - returns) / away,
             ]
@@ -182,8 +210,9 @@ def left_out(runs: Sequence[PublishedRun], groups: Sequence[str]) -> Numbers:
     of = np.array(groups)
     for group in sorted(set(groups)):
         inside = np.flatnonzero(of == group)
-        outside = [i for i in np.flatnonzero(of != group) if not runs[i].excluded]
-        constants = fit([layouts[i] for i in outside], measured[outside])
+        outside = [i for i, other in enumerate(groups) if other != group and not runs[i].excluded]
+        sources = [runs[i].row["source"] for i in outside]
+        constants = fit([layouts[i] for i in outside], measured[outside], sources)
         chosen = [layouts[i] for i in inside]
         predicted[inside] = step_time(count_work(chosen), efficiencies(chosen, constants), constants).total
     return predicted
@@ -205,7 +234,7 @@ def main() -> None:
     runs = [run for run in read_runs()[0] if not run.excluded]
     layouts = [run.layout for run in runs]
     measured = measured_s(runs, count_work(layouts))
-    fitted = fit(layouts, measured)
+    fitted = fit(layouts, measured, [run.row["source"] for run in runs])
     ratios = measured / left_out(runs, by_source(runs))
     experts = np.array([bool(layout.model.experts) for layout in layouts])
     values = {item.name: getattr(fitted, item.name) for item in fields(fitted)}

@@ -106,7 +106,8 @@ def groups(runs: Sequence[PublishedRun], measured: Numbers, predicted: Numbers) 
 def sensitivity(runs: Sequence[PublishedRun], measured: Numbers) -> dict[str, Any]:
     """Each constant, and how much the mean error grows where it is a half more or less."""
     layouts = [run.layout for run in runs]
-    work, fitted = count_work(layouts), fit(layouts, measured)
+    sources = [run.row["source"] for run in runs]
+    work, fitted = count_work(layouts), fit(layouts, measured, sources)
     efficiency = efficiencies(layouts, fitted)
 
     def mean_error(**changed: float) -> float:

@@ -18,6 +18,8 @@ from .plan.options import PlanOptions as PlanOptions
 from .plan.plan import Plan as Plan
 from .train.config import Components as Components
 from .train.config import RunConfig as RunConfig
+from .train.distill_options import DistillOptions as DistillOptions
+from .train.distillation import Distillation as Distillation
 from .train.guard import StepGuard as StepGuard
 from .train.guarded_optimizer import GuardedOptimizer as GuardedOptimizer
 from .train.initialize import initialize as initialize

@@ -156,6 +156,8 @@ def _fake_ssh(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--mpirun-args=--map-by node"], "--mpirun-args without --mpirun\n  rule: they are arguments of mpirun"),
+        (["--mpirun", "--mpirun-args=-x 'A"], '--mpirun-args "-x \'A": No closing quotation\n  rule: it is divided'),
         (["--mpirun", "--srun"], "--mpirun and --srun\n  rule: one of them starts the processes"),
         (["--srun", "--servers", "1"], "--srun with --servers\n  rule: --srun starts workers only"),
         (["--srun", "--hostfile", "h"], "--srun with --hostfile\n  rule: SLURM knows its hosts"),

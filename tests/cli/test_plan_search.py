@@ -102,6 +102,16 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
         ((*JOB, "--pin", "tp=2", "--pin", "tp=4"), "--pin tp=2 --pin tp=4\n  rule: an axis has one value"),
         ((*JOB, "--pin", "tpp=2"), "--pin tpp=2\n  rule: an axis is one of tp, pp"),
         ((*JOB, "--pin", "tp=two"), "--pin tp=two\n  rule: the value of an axis is a whole number above 0"),
+        ((*JOB, "--pin", "schedule=1f2b"), "--pin schedule=1f2b\n  rule: a schedule is gpipe, 1f1b, interleaved, zbv"),
+        (
+            (*JOB, "--pin", "schedule=zbv", "--pin", "stages_per_rank=4"),
+            "schedule=zbv stages_per_rank=4\n  rule: axes divide",
+        ),
+        ((*JOB, "--pin", "offload=1"), "--pin offload=1\n  rule: offload is true or false"),
+        (
+            (*JOB, "--pin", "offload=true", "--pin", "recompute=full"),
+            "--pin offload=true with recompute=full\n  rule: offload moves what blocks keep",
+        ),
         ((*JOB, "--pin", "recompute=some"), "recompute is none, selective, full or partial"),
         (
             (*JOB, "--pin", "recomputed_blocks=0"),
@@ -367,6 +377,9 @@ def test_partial_recompute_is_what_simulate_predicts(desk: Desk) -> None:
         ("pp=2", "stages_per_rank=2"),
         ("pp=2", "stages_per_rank=2", "recomputed_blocks=2"),
         ("pp=1", "zero=1", "recompute=partial"),
+        ("pp=2", "schedule=zbv"),
+        ("pp=2", "schedule=gpipe"),
+        ("pp=2", "schedule=1f1b"),
     ],
     ids=str,
 )
@@ -394,7 +407,7 @@ def test_a_run_trains_with_the_strategy_file_of_a_layout(desk: Desk, tmp_path: P
     assert (plan["mesh"]["pp"], plan["mesh"]["dp_shard"]) == (layout["pp"], layout["dp_shard"])
     assert plan["batch"] == {"global_batch": 4, "micro_batch": 1, "accumulation": 4 // layout["dp"]}
     assert layout["pp"] == 1 or (plan["pipeline"]["schedule"], sum(plan["pipeline"]["layers_per_stage"])) == (
-        "interleaved",
+        layout["schedule"],
         12,
     )
     assert layout["pp"] > 1 or plan["fsdp"]["zero"] == layout["zero"]
@@ -411,3 +424,71 @@ def test_a_layout_that_no_run_has_says_so_and_is_not_written(desk: Desk, tmp_pat
     assert applied.code == 2
     assert "runs compute in bf16 or fp16, and without tp in fp8" in applied.err
     assert not Path(file).exists()
+
+
+def test_offload_is_told_in_text_json_and_page_and_written(desk: Desk) -> None:
+    job = ("--cluster=gh200x64", *JOB[2:], "--seq-len=8192")
+    text = desk.here("plan", *job, "--report=moved.html", "--apply=moved.json")
+    assert text.code == 0, text.err
+    found = desk.here("plan", *job, "--json").json
+    best = found["best"]
+    assert best["layout"]["offload"] is True
+    assert " recompute=none offload=true\n" in text.out
+    assert "\n  on the host " in text.out
+    assert best["prediction"]["host_bytes"] > 2**30
+    assert found["sources"]["offload"]["kind"] == "modelled"
+    (other,) = (each for each in found["changes"] if each["axis"] == "offload")
+    assert other["value"] is False
+    assert other["step_s"] > best["step_s"]
+    assert "\n  offload=false        +" in text.out
+    page = (desk.folder / "moved.html").read_text()
+    assert "on the host, of each device" in page
+    assert ">offload</td>" in page
+    assert desk.here("plan", "check", "moved.json").out.startswith("a legal plan for 64 processes: 64 x ")
+    layout = best["layout"]
+    columns = [
+        f"{name}={layout[name]}" for name in ("tp", "pp", "micro_batch", "global_batch", "zero", "cut", "schedule")
+    ]
+    columns += ["offload=true", f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}", "gpus=64"]
+    simulated = desk.here("plan", "simulate", "--json", "model=llama-3-70b", "gpu_type=gh200", *columns).json
+    assert simulated["step_s"] == pytest.approx(best["step_s"])
+    (desk.folder / "own.toml").write_text('device = "gh200"\nnum_devices = 64\nhost_gb_per_s = 20\n')
+    slow = desk.here("plan", "--cluster=own.toml", *job[1:], "--json").json
+    assert slow["best"]["layout"]["offload"] is False
+
+
+OWN = """
+from unisono import Components, DataOptions, RunConfig
+from unisono.models.gpt import GPT, ModelOptions
+
+def make():
+    return GPT(ModelOptions(num_layers=4, dim=64, num_heads=4, vocab_size=96))
+
+def config():
+    return RunConfig(components=Components(model=lambda config: make()), data=DataOptions(seq_len=64))
+"""
+
+
+def test_a_model_of_ones_own_code(desk: Desk) -> None:
+    (desk.folder / "own.py").write_text(OWN)
+    job = ("--cluster=h100x4", "--global-batch=64", "--json")
+    named = desk.here("plan", *job, "--model=own.py:make", "--seq-len=64", "--apply=own.json")
+    assert named.code == 0, named.err
+    layout = named.json["best"]["layout"]
+    assert (layout["seq_len"], layout["tp"]) == (64, 1)
+    assert desk.here("plan", "check", "own.json").code == 0
+    configured = desk.here("plan", *job, "--model=own.py").json
+    assert configured["best"] == named.json["best"]
+    unnamed = desk.here("plan", *job, "--model=own.py:mkae")
+    assert (unnamed.code, "own.py has no mkae" in unnamed.out) == (2, True)
+
+
+def test_code_that_a_run_folder_names_needs_trust(desk: Desk) -> None:
+    (desk.folder / "run").mkdir()
+    (desk.folder / "run/own.py").write_text(OWN.replace("dim=64", "dim=128"))
+    (desk.folder / "run/config.toml").write_text('base = "own.py"\n')
+    job = ("plan", "--cluster=h100x4", "--global-batch=64", "--model=run", "--json")
+    refused = desk.here(*job)
+    assert refused.code == 2
+    assert "is a file that you have not run in this form" in refused.out
+    assert desk.here(*job, "--trust-python").json["best"]["layout"]["seq_len"] == 64

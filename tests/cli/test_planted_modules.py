@@ -303,6 +303,13 @@ def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
         "launch/script_hook/sitecustomize.py": ["sys.executable"],
         # the user's own script, as he starts it himself
         "compare/replay_child.py": ["sys.executable"],
+        # of a line that is shown, and a text
+        "launch/launcher_lines.py": [
+            "python",
+            "python",
+            "it is a line of torchrun, python -m torch.distributed.run or .launch, msrun, mpirun, horovodrun, accelerate launch, "
+            "deepspeed, MXNet's launch.py, or DMLC_NUM_WORKER=… and a program",
+        ],
         # part of a path
         "profile/growth_watch.py": ["/lib/python3"],
         "launch/workers.py": ["sys.executable"] * 3,

@@ -163,6 +163,17 @@ def test_a_folder_that_exists_is_left(desk: Desk, source: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_quantized_model_is_refused(desk: Desk, source: Path, tmp_path: Path) -> None:
+    assert desk.here("quantize", str(source), "--scheme=int8", "--out", str(tmp_path / "int8")).code == 0
+    for options in ("--ffn=0.5", "--sparsity=0.5"):
+        done = desk.here("prune", str(tmp_path / "int8"), "--out", str(tmp_path / "out"), options)
+        assert done.code == 2
+        assert "prune the model that it was made from" in done.err
+    pruned = tmp_path / "pruned"  # the other order
+    assert desk.here("prune", str(source), "--out", str(pruned), "--ffn=0.25").code == 0
+    assert desk.here("quantize", str(pruned), "--scheme=int8", "--out", str(tmp_path / "both")).code == 0
+
+
 def test_layers_of_skip_stay(desk: Desk, source: Path, tmp_path: Path) -> None:
     for number in range(2):
         given = ("--layers=1", f"--skip=blocks.{number}", "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from states import bits
 from torch import Tensor
 
 from unisono.checkpoint import list_checkpoints, open_checkpoint
+from unisono.cli.checkpoint import _FAMILIES
+from unisono.interop.model_folder import NAME_MAPS
 from unisono.interop.weight_file import open_weights
 
 FIXTURES = Path(__file__).parents[1] / "interop" / "fixtures"
+MODELS = Path(__file__).parents[1] / "interop" / "models"
 SUFFIXES = {"mxnet": ".params", "mindspore": ".ckpt"}
 
 
@@ -69,3 +73,73 @@ def test_a_run_is_exported_to_one_file(desk: Desk, mine: Path, kind: str) -> Non
     assert all(bits(found[name]) == bits(saved.tensor(f"model/{name}")) for name in names)
     again = desk.here("checkpoint", "export", str(mine), "--format", kind)
     assert "a file that exists is not overwritten" in again.err
+
+
+def test_a_known_model_becomes_a_folder_of_transformers(desk: Desk, tmp_path: Path) -> None:
+    source, out = MODELS / "models_resnet_bottleneck.ckpt", tmp_path / "resnet"
+    command = ("checkpoint", "import", str(source), "--out", str(out), "--as", "auto", "--set", "image_size=33")
+    done = desk.here(*command, "--json")
+    assert len(done.json["tensors"]) == 122
+    assert done.json["tensors"]["classifier.1.weight"] == {"dtype": "float32", "shape": [5, 32]}
+    assert {key: value for key, value in done.json.items() if key not in ("tensors", "left_out")} == {
+        "source": str(source),
+        "format": "mindspore",
+        "path": str(out),
+        "model": "bottleneck ResNet of mindspore/models",
+        "architecture": "ResNetForImageClassification",
+    }
+    assert "moments.conv1.weight" in done.json["left_out"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["layer_type"], config["depths"], config["hidden_sizes"]) == (
+        "bottleneck",
+        [2, 1, 1, 1],
+        [8, 16, 24, 32],
+    )
+    assert load_file(out / "model.safetensors").keys() >= {
+        "classifier.1.weight",
+        "resnet.embedder.embedder.convolution.weight",
+    }
+    again = desk.here(*command)
+    assert (again.code, "is not overwritten" in again.err) == (2, True)
+    text = desk.here(*command[:3], "--out", str(tmp_path / "other"), *command[5:]).out
+    assert f"bottleneck ResNet of mindspore/models: 122 tensors of {source}" in text
+    assert "left out, as they are of an optimizer or count: global_step, learning_rate, momentum, moments" in text
+
+
+def test_all_families_can_be_asked_for() -> None:
+    assert set(_FAMILIES) == {name_map.family for name_map in NAME_MAPS}
+
+
+def test_a_known_model_is_named_without_as(desk: Desk, tmp_path: Path) -> None:
+    source = str(MODELS / "gluon_resnet_basic.params")
+    done = desk.here("checkpoint", "import", source, "--out", str(tmp_path / "a.safetensors"))
+    assert "with --as resnet the ResNet v1 of Gluon's model zoo becomes a folder that transformers loads" in done.out
+    done = desk.here("checkpoint", "import", source, "--out", str(tmp_path / "b.safetensors"), "--json")
+    assert done.json["model"] == "ResNet v1 of Gluon's model zoo"
+    done = desk.here(
+        "checkpoint", "import", str(FIXTURES / "named.params"), "--out", str(tmp_path / "c.ckpt"), "--json"
+    )
+    assert done.json["model"] is None
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        (
+            "models/gluon_resnet_basic.params",
+            ("--as", "bert"),
+            "names say which model the weights are of: BERT of GluonNLP",
+        ),
+        ("models/mindcv_resnet_basic.ckpt", ("--as", "auto"), "ResNet of MindCV: no image_size"),
+        ("models/gluonnlp_bert.params", ("--as", "bert", "--set", "heads"), "a setting has the form NAME=VALUE"),
+        ("models/gluonnlp_bert.params", ("--set", "num_attention_heads=4"), "--set num_attention_heads=4 without --as"),
+        ("fixtures/named.params", ("--as", "auto"), "nothing was written"),
+    ],
+)
+def test_a_model_that_is_refused_leaves_nothing_behind(
+    desk: Desk, tmp_path: Path, source: str, options: tuple[str, ...], words: str
+) -> None:
+    done = desk.here("checkpoint", "import", str(FIXTURES.parent / source), "--out", str(tmp_path / "hf"), *options)
+    assert (done.code, words in done.err) == (2, True), done.err
+    assert list(tmp_path.iterdir()) == []

@@ -270,13 +270,3 @@ def test_taylor_is_the_gradient_of_a_gate(text: tuple[str, ...]) -> None:
         handle.remove()
     assert gate.grad is not None
     assert torch.allclose(scores[0].float(), gate.grad.abs(), rtol=1e-3, atol=1e-7)
-
-
-def test_packed_weights_are_refused(text: tuple[str, ...]) -> None:
-    with opened(*text, *SIZES) as (run, _):
-        block: Any = run.model.blocks[1]
-        block.ffn.down = nn.Identity()
-        block.attention.out = nn.Identity()
-        for asked in (removal(ffn=0.5), removal(heads=0.5)):
-            with pytest.raises(ConfigError, match="prune first, then quantize"):
-                choose(run, run.model, asked)

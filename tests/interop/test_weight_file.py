@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import struct
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from states import bits
+from tools import peer
 from torch import Tensor
 
 from unisono.errors import CheckpointError
@@ -160,12 +160,6 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path, kind: str) -> 
     with pytest.raises(CheckpointError, match="float8_e4m3fn"):
         write(tmp_path / "a", kind, {"w": torch.ones(2).to(torch.float8_e4m3fn)})
     assert list(tmp_path.iterdir()) == []
-
-
-def peer(variable: str) -> str:
-    if not os.environ.get(variable):
-        pytest.skip(f"set {variable} to an interpreter with the package: nothing was compared")
-    return os.environ[variable]
 
 
 READ_MXNET = """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm import cluster
@@ -115,6 +116,66 @@ def test_mpirun_names_variables_and_shows_no_value(tmp_path: Path) -> None:
     assert handover.environ["MASTER_ADDR"] == "n1"
     assert handover.environ["OMP_NUM_THREADS"] == "3"
     assert "value" not in handover.argv
+
+
+OWN = "-mca btl_tcp_if_include lo -mca plm_rsh_args '-p 2222' --map-by slot --tag-output"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
+def test_mpiruns_own_arguments_reach_it(tmp_path: Path) -> None:
+    text = 'f\'{os.environ["OMPI_MCA_btl_tcp_if_include"]} {os.environ["OMPI_MCA_plm_rsh_args"]}\\n\''
+    (tmp_path / "show.py").write_text(f"import os; os.write(1, {text}.encode())")
+    ended = _launch(
+        ["--mpirun", "-n", "2", "--mpirun-args", OWN, "--", sys.executable, str(tmp_path / "show.py")], AS_ROOT
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")) == ["", "[1,0]<stdout>:lo -p 2222", "[1,1]<stdout>:lo -p 2222"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
+def test_two_ranks_by_a_users_own_mpirun_with_arguments_of_its_own(tmp_path: Path) -> None:
+    argv = ["mpirun", "--allow-run-as-root", "-np", "2", "--oversubscribe", *shlex.split(OWN)]
+    ended = subprocess.run(
+        [*argv, sys.executable, _script(tmp_path)],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHOSEN": "x", "MY_TOKEN": "y"}
+        | AS_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = {line for line in ended.stdout.splitlines() if line}
+    assert said == {f"[1,{rank}]<stdout>:rank {rank} by openmpi: sum 3.0 x y" for rank in (0, 1)}
+
+
+def test_arguments_of_mpirun_come_last_and_may_bind() -> None:
+    given: Any = {"processes": 2, "hostfile": None, "interface": None, "forwarded": {}, "options": LaunchOptions()}
+    argv = mpirun(["train"], **given, own_arguments=["--map-by", "core", "-mca", "btl", "self,tcp"]).argv
+    assert argv[-6:] == ["--map-by", "core", "-mca", "btl", "self,tcp", "train"]
+    assert "--bind-to" in argv
+    assert mpirun(["train"], **given, own_arguments=["--bind-to", "socket"]).argv.count("--bind-to") == 1
+
+
+def test_arguments_of_mpirun_that_are_options_of_this_command() -> None:
+    with pytest.raises(LaunchError) as caught:
+        mpirun(
+            ["train"],
+            processes=2,
+            hostfile=None,
+            interface=None,
+            forwarded={},
+            options=LaunchOptions(),
+            own_arguments=["-np", "4", "--host=n1,n2"],
+        )
+    assert [problem.given for problem in caught.value.problems] == [
+        "-np among the arguments for mpirun",
+        "--host=n1,n2 among the arguments for mpirun",
+    ]
+    assert caught.value.problems[0].nearest == "unisono launch --mpirun -n …"
 
 
 def test_srun_names_variables_and_takes_threads_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

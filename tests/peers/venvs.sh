@@ -44,7 +44,7 @@ environment() {
 }
 
 status=0
-for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray}; do
+for name in ${*:-mxnet mindspore webdataset datasets s3 lightning deepspeed mlflow ray compressed}; do
   case $name in
     # MXNet was made for a NumPy that still had names of its own for Python's types
     mxnet) environment mxnet "import numpy; numpy.bool = bool; import mxnet, cv2" \
@@ -54,7 +54,10 @@ for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray}; d
     datasets) environment datasets "import datasets" "datasets==5.2.0" "pillow" ;;
     s3) environment s3 "import s3fs, moto.server" "s3fs==2026.9.0" "moto[server]==5.2.5" ;;
     lightning) environment lightning "import lightning" "lightning==2.6.6" "torch==2.13.*" "numpy" ;;
+    deepspeed) environment deepspeed "import deepspeed" "deepspeed==0.19.8" "torch==2.13.*" "numpy" ;;
     mlflow) environment mlflow "import mlflow.tracking, sqlalchemy, alembic" "mlflow-skinny==3.17.2" "sqlalchemy==2.1.9" "alembic==1.20.1" ;;
+    compressed) environment compressed "import compressed_tensors, transformers" "compressed-tensors==0.20.1" "transformers==5.24.0" \
+      "torch==2.13.*" "numpy" ;;
     # with all that the commands for data need, which is not torch
     ray) environment ray "import ray, rensa" "ray==2.60.0" "rensa==0.5.0" "numpy" "safetensors" "msgspec" "tomli-w" "click" "rich" \
       "psutil" "jinja2" "xxhash" "lazy_loader" "packaging" ;;

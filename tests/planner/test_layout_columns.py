@@ -129,6 +129,14 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ),
         ({"recompute": "ful"}, "recompute 'ful': it is full, selective, partial or none"),
         ({"layers": "2", "hidden": "8", "heads": "3", "model": "ours"}, "heads 3 for hidden 8: heads divide hidden"),
+        ({"schedule": "zigzag"}, "schedule 'zigzag': it is gpipe, 1f1b, interleaved, zbv or empty"),
+        ({"schedule": "zbv"}, "schedule zbv with pp 1: it orders the passes of a pipeline"),
+        (
+            {"schedule": "zbv", "pp": "2", "notes": "VP=4"},
+            "schedule zbv with 4 stages per rank: gpipe and 1f1b have one",
+        ),
+        ({"offload": "yes"}, "offload 'yes': it is true, false or empty"),
+        ({"offload": "true", "gpu_type": "TPU v4"}, "offload on tpu-v4: no bandwidth between this device and its host"),
         ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
         ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),
         ({"ep": "2"}, "ep 2: it divides the model's 0 experts"),
@@ -151,3 +159,11 @@ def test_at_most_one_published_row_of_ten_has_no_prediction() -> None:
     empty = [row for row in found if row["error"]]
     assert len(empty) <= len(rows) / 10
     assert all(float(row["pred_step_time_s"]) > 0 for row in found if not row["error"])
+
+
+def test_a_schedule_has_its_number_of_stages_unless_the_notes_say_another() -> None:
+    rows = ({"schedule": "zbv"}, {"schedule": "gpipe"}, {"schedule": "interleaved", "notes": "VP=4"}, {})
+    found = [read_layout(ROW | {"pp": "2"} | row) for row in rows]
+    assert [(each.schedule, each.passes, each.stages_per_rank) for each in found] == [
+        ("zbv", "zbv", 2), ("gpipe", "gpipe", 1), ("interleaved", "interleaved", 4), (None, "1f1b", 0),
+    ]  # fmt: skip

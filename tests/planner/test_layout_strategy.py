@@ -13,8 +13,8 @@ from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.planner.devices import DEVICES
-from unisono.planner.layout_space import Job, Space
-from unisono.planner.layout_strategy import plan_of, strategy, write_strategy
+from unisono.planner.layout_space import SCHEDULES, Job, Space
+from unisono.planner.layout_strategy import ACCELERATOR, plan_of, strategy, write_strategy
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.search import choose, compare, memory_limit
 
@@ -45,7 +45,14 @@ def test_every_layout_that_is_compared_is_a_legal_plan() -> None:
 
 
 def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
-    for pins in ({}, {"pp": 4, "stages_per_rank": 4}, {"tp": 4, "zero": 2, "pp": 1}, {"cp": 1, "ep": 8}):
+    for pins in (
+        {},
+        {"pp": 4, "stages_per_rank": 4},
+        {"cp": 1, "pp": 8, "tp": 8, "schedule": "zbv"},
+        {"cp": 1, "pp": 8, "schedule": "gpipe"},
+        {"tp": 4, "zero": 2, "pp": 1},
+        {"cp": 1, "ep": 8},
+    ):
         job = replace(JOB, pins=pins, seq_len=4096 if pins.get("cp") == 1 else 65536)
         best = compare(job).best(memory_limit(job))
         assert best is not None
@@ -57,8 +64,33 @@ def test_a_strategy_file_gives_the_plan_again(tmp_path: Path) -> None:
         assert len(file.read_text().splitlines()) == 3 + 2 * (len(groups) - 1) + fields  # a line per field
         read = derive_plan(PlanOptions(file=str(file)), world_size=64, device="cpu", native_bf16=True)
         assert read == plan_of(best.layout)
+        assert read.pipeline.schedule == pins.get("schedule", read.pipeline.schedule)
         mesh = groups["mesh"]
         assert math.prod(mesh[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) == 64
+
+
+def test_offload_is_that_of_an_accelerator(tmp_path: Path) -> None:
+    job = replace(JOB, seq_len=4096, device=DEVICES["gh200"], pins={"offload": True, "pp": 4})
+    best = choose(job, compare(job)).best
+    assert best is not None
+    groups = strategy(best.layout)
+    assert ("device" in groups["mesh"], groups["recompute"]) == (False, {"mode": "none", "offload": True})
+    write_strategy(tmp_path / "plan.json", best.layout)
+    options = PlanOptions(file=str(tmp_path / "plan.json"))
+    read = derive_plan(options, world_size=64, device=ACCELERATOR, native_bf16=True)
+    assert read == plan_of(best.layout)
+    assert read.recompute.offload
+    with pytest.raises(PlanError, match="offload on the device 'cpu'"):
+        derive_plan(options, world_size=64, device="cpu", native_bf16=True)
+
+
+def test_each_schedule_that_is_compared_is_a_legal_plan() -> None:
+    layouts = [
+        layout for layout in Space(replace(JOB, seq_len=4096, num_devices=16, global_batch=24)).layouts if layout.pp > 1
+    ]
+    assert {layout.schedule for layout in layouts} == set(SCHEDULES)
+    for layout in [each for each in layouts if each.schedule != "interleaved"][::5]:
+        assert plan_of(layout).pipeline.schedule == layout.schedule
 
 
 @pytest.mark.parametrize("pins", [{"pp": 1}, {"pp": 4, "stages_per_rank": 4}, {"pp": 4, "stages_per_rank": 1}], ids=str)

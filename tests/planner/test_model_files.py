@@ -135,14 +135,21 @@ def test_configurations_of_other_models_are_refused_with_what_works(
         assert f"unisono plan auto {file} or unisono plan fit {file}" in problem.nearest
 
 
-def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_is_traced_for_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text(
         "from unisono import RunConfig\nfrom unisono.train.config import Components\n\n"
-        "def net(config):\n    raise AssertionError\n\n"
+        "from unisono.models.gpt import GPT, ModelOptions\n\n"
+        "def net(config):\n    return GPT(ModelOptions(num_layers=3, dim=32, num_heads=2, vocab_size=48))\n\n"
         "def config():\n    return RunConfig(components=Components(model=net))\n"
     )
     file = tmp_path / "mine.toml"
-    file.write_text('base = "mine.py"\n')
+    file.write_text('base = "mine.py"\ndata.seq_len = 64\n')
+    found = read_model(str(file))
+    assert (found.layers, found.hidden, found.vocab, found.max_seq_len) == (3, 32, 48, 64)
+    assert read_model(str(file), seq_len=32).max_seq_len == 32
+    assert read_model(str(tmp_path / "mine.py")).layers == 3
+    file.write_text('base = "mine.py"\n[task]\nkind = "image"\n[data]\ntrain = "a"\n')
     with pytest.raises(ConfigError, match=r"components\.model 'of your own'"):
         read_model(str(file))
 

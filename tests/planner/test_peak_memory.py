@@ -11,7 +11,7 @@ from unisono.planner.layout import Layout
 from unisono.planner.layout_columns import read_layout
 from unisono.planner.model_presets import PRESETS
 from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryParts, peak_memory, stage_memory
-from unisono.planner.stage_blocks import blocks_per_rank
+from unisono.planner.stage_blocks import blocks_per_rank, blocks_per_stage
 
 GIB = 2**30
 ALONE = Layout(
@@ -177,3 +177,31 @@ def test_each_stage_of_a_pipeline_has_its_own_memory() -> None:
         matrix * blocks[middle.rank] / blocks[0]
     )
     assert float(peak_memory([layout]).counted[0]) == max(stage.counted for stage in found.values())
+
+
+def test_the_output_matrix_of_a_v_is_on_the_first_rank() -> None:
+    """It has the embedding too, which is counted once where both are one, and fewer blocks than the others."""
+    layout = Layout(
+        model=PRESETS["llama-3-8b"],
+        device=DEVICES["h100"],
+        precision="bf16",
+        num_devices=4,
+        pp=4,
+        stages_per_rank=2,
+        schedule="zbv",
+        cut="balanced",
+        micro_batch=1,
+        global_batch=16,
+        seq_len=8192,
+    )
+    assert (layout.head_rank, replace(layout, schedule=None).head_rank) == (0, 3)
+    blocks = blocks_per_rank(layout)
+    assert (sum(blocks), min(blocks)) == (32, blocks[0])
+    assert blocks_per_stage(layout) == (3, 4, 5, 5, 4, 4, 4, 3)
+    found = stage_memory(layout)
+    assert found["first"].logits > 0 == found["last"].logits
+    tied = stage_memory(replace(layout, model=replace(layout.model, tied=True)))
+    assert found["first"].states - tied["first"].states == pytest.approx(18 * 128256 * 4096)
+    # gradients of weights wait with what was recomputed
+    again = stage_memory(replace(layout, recompute="full"))
+    assert again["last"].activations == found["last"].activations

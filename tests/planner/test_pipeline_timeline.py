@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
 from unisono.plan.pipeline_schedule import Action, Kind, schedule_order, stage_index
+from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
 from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.model_presets import PRESETS
+from unisono.planner.peak_memory import places_of_ranks
 from unisono.planner.pipeline_timeline import end_s, pipeline_timeline
 from unisono.planner.simulate import predict
+from unisono.planner.stage_blocks import ranks_of_stages
 
 SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 # published bubbles of equal stages, in forward passes of a whole rank: (p - 1)(F + B), divided by the stages of each rank where
@@ -97,7 +100,7 @@ def test_the_timeline_of_a_layout_takes_what_its_prediction_says(stages_per_rank
     timeline = layout_timeline(layout, parts, 16)
     assert sorted(len(row) for row in timeline) == [2 * 16 * stages_per_rank] * 4
     busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
-    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    outside = ("imbalance", "bubble", "gradients", "optimizer", "stragglers")
     assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
     assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"])
     # the bubble is counted as that of equal stages
@@ -125,7 +128,7 @@ def test_the_timeline_of_partial_recompute_takes_what_its_prediction_says(recomp
     parts = predicted.parts_s
     timeline = layout_timeline(layout, parts, 16)
     busy_s = [sum(each.end_s - each.begin_s for each in row) for row in timeline]
-    outside = ("imbalance", "bubble", "gradients", "stragglers")
+    outside = ("imbalance", "bubble", "gradients", "optimizer", "stragglers")
     assert sum(busy_s) / 4 == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in outside))
     # collectives are not repeated, which the prediction counts and the chart does not
     assert max(busy_s) == pytest.approx(sum(busy_s) / 4 + parts["imbalance"], rel=0.02)
@@ -162,10 +165,67 @@ def test_the_formula_of_a_step_holds_where_stages_of_a_rank_are_equal(model: str
     ]
     ratios: list[float] = []
     for layout, predicted in zip(layouts, predict(layouts), strict=True):
-        alone = ("gradients", "stragglers")
+        alone = ("gradients", "optimizer", "stragglers")
         formula_s = sum(seconds for name, seconds in predicted.parts_s.items() if name not in alone)
         played_s = end_s(layout_timeline(layout, predicted.parts_s, int(layout.num_micro_batches)))
         ratios.append(played_s / formula_s)
     assert len(ratios) >= 16
     assert min(ratios) >= 0.96
     assert max(ratios) <= 1.001
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("model", ["llama-2-7b", "gpt-175b"])
+@pytest.mark.parametrize(("schedule", "fills"), [("gpipe", (0.5, 1, 2)), ("zbv", (1, 1.5, 2, 4))])
+def test_the_formula_of_a_step_holds_for_other_schedules(
+    schedule: Any, fills: tuple[float, ...], model: str, tp: int
+) -> None:
+    """Few micro-batches of gpipe, and weight gradients that fill the gaps of zbv, of all weights or of column-wise ones."""
+    shape = PRESETS[model]
+    layouts = [
+        Layout(
+            model=shape,
+            device=DEVICES["h100"],
+            precision="bf16",
+            num_devices=tp * pp,
+            tp=tp,
+            pp=pp,
+            stages_per_rank=2 if schedule == "zbv" else 1,
+            schedule=schedule,
+            cut="balanced",
+            global_batch=int(fill * pp),
+            seq_len=shape.max_seq_len,
+        )
+        for pp in (2, 4, 8)
+        for fill in fills
+    ]
+    for layout, predicted in zip(layouts, predict(layouts), strict=True):
+        alone = ("gradients", "optimizer", "stragglers")
+        formula_s = sum(seconds for name, seconds in predicted.parts_s.items() if name not in alone)
+        played_s = end_s(layout_timeline(layout, predicted.parts_s, int(layout.num_micro_batches)))
+        # the longest prediction is that of fewer than 2 p - 1 micro-batches with zbv
+        assert 0.92 <= played_s / formula_s <= 1.001, (layout.pp, layout.num_micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_activations_are_held_of_as_many_micro_batches_as_the_order_of_passes_says(schedule: Any) -> None:
+    """Counted in the order that ranks run: from a forward pass to the backward pass, or to the gradients of weights."""
+    chunks = STAGES_PER_RANK[schedule]
+    for pp, micro_batches in ((2, 2), (2, 6), (4, 4), (4, 8), (4, 16), (8, 8), (8, 24)):
+        layout = Layout(
+            model=PRESETS["llama-2-7b"],
+            device=DEVICES["h100"],
+            precision="bf16",
+            num_devices=pp,
+            pp=pp,
+            stages_per_rank=chunks,
+            schedule=schedule,
+            cut="balanced",
+            global_batch=micro_batches,
+            seq_len=4096,
+        )
+        for rank, actions in enumerate(schedule_order(schedule, pp, chunks, micro_batches)):
+            held = accumulate({"F": 1, "I": 0}.get(action.kind, -1) for action in actions)
+            assert max(held) / chunks == places_of_ranks(layout)[rank].in_flight, (pp, micro_batches, rank)
+            stages = {action.stage for action in actions}
+            assert stages == {stage for stage, of in enumerate(ranks_of_stages(layout)) if of == rank}

@@ -77,6 +77,8 @@ def test_more_memory_never_gives_a_slower_plan(each: Job) -> None:
     [
         {"tp": 4}, {"pp": 2, "stages_per_rank": 2}, {"dp_shard": 8}, {"zero": 2}, {"zero": 3, "pp": 2}, {"micro_batch": 2},
         {"recompute": "full"}, {"tp": 2, "pp": 4}, {"stages_per_rank": 2}, {"stages_per_rank": 1}, {"zero": 0},
+        {"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved"}, {"schedule": "zbv"},
+        {"schedule": "zbv", "recompute": "full"},
     ],
     ids=str,
 )  # fmt: skip
@@ -101,6 +103,7 @@ def test_every_value_of_an_axis_is_in_a_layout_or_has_a_rule(each: Job) -> None:
         "zero": {0, 1, 2, 3},
         "micro_batch": {1, 2, 4, 8, 16},
         "recompute": {"none", "selective", "full"},
+        "schedule": {"gpipe", "1f1b", "interleaved", "zbv"},
     }
     for axis, values in expected.items():
         assert values <= had[axis] | told[axis], axis
@@ -112,6 +115,10 @@ def test_rules_of_values_that_no_layout_has() -> None:
     assert rules["pp", 64] == "each stage has a block, and the model has 32"
     assert rules["cp", 2].startswith("sequences are divided from 32,768 tokens on")
     assert rules["ep", 2] == "the model has no experts"
+    many = {(axis, value): rule for axis, value, rule in search(job(global_batch=512, pins={"dp_shard": 1})).refused}
+    assert many["schedule", "gpipe"] == "it takes as long as 1f1b, and holds all micro-batches"
+    alone = {(axis, value): rule for axis, value, rule in search(job(pins={"pp": 1})).refused}
+    assert alone["schedule", "zbv"] == "it orders the passes of a pipeline, and no layout has one"
     three = replace(PRESETS["llama-3-8b"], heads=24, kv_heads=3, head_dim=128)
     rules = {(axis, value): rule for axis, value, rule in search(job(model=three)).refused}
     assert rules["tp", 2].startswith("it divides 24 heads and 14336 hidden units, and divides 3 key/value heads")
@@ -123,7 +130,8 @@ def test_layouts_are_legal_and_all_different() -> None:
     for layout in layouts:
         assert layout.dp * layout.tp * layout.pp * layout.cp == layout.num_devices
         assert layout.num_micro_batches * layout.micro_batch * layout.dp == layout.global_batch
-        assert layout.num_micro_batches >= layout.pp
+        assert layout.num_micro_batches >= layout.pp or layout.schedule == "gpipe"
+        assert (layout.schedule is None) == (layout.pp == 1)
         assert (layout.zero == 0) == (layout.state_ranks == 1)
         assert layout.state_ranks % layout.ep == 0
     assert {(layout.zero, layout.pp > 1) for layout in layouts} == {
@@ -184,3 +192,14 @@ def test_every_layout_of_the_largest_clusters_is_compared() -> None:
         found = search(each)
         assert found.best is not None
         assert 30 < found.num_layouts < 100_000
+
+
+def test_a_pipeline_of_more_ranks_than_micro_batches_is_that_of_gpipe() -> None:
+    few = job("llama-3-70b", num_devices=64, global_batch=4, pins={"pp": 8, "tp": 8})
+    layouts = Space(few).layouts
+    assert {(layout.num_micro_batches, layout.schedule) for layout in layouts if layout.micro_batch == 1} == {
+        (4, "gpipe")
+    }
+    best = search(replace(few, memory_bytes=1000 * GIB)).best
+    assert best is not None
+    assert best.axes_text.startswith("tp=8 pp=8 schedule=gpipe")

@@ -25,7 +25,7 @@ LLAMA, DEEPSEEK = PRESETS["llama-3-70b"], PRESETS["deepseek-v3"]
 # exposes everything, so that each part can be checked by hand
 PLAIN = Constants(
     half_tokens=0, half_width=0, half_expert_tokens=0, half_expert_width=0, attention=1, lm_head=1, activation_passes=0,
-    older_attention=0.5,
+    older_attention=0.5, first_attention=0.5, score_passes=1, eager_passes=2,
     tp_factor=1, tp_latency_s=0, ep_factor=1, dp_factor=1, fsdp_factor=1, hop_s=0, stages_per_rank=1, straggler_growth=0,
     efficiency={}, other_efficiency=0.5,
 )  # fmt: skip
@@ -44,7 +44,8 @@ def seconds(*layouts: Layout, constants: Constants = PLAIN) -> Any:
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"pp": 8}, {"cp": 2}, {"tp": 2, "pp": 2, "ep": 4}], ids=str)
 def test_ranks_together_compute_the_models_flops(name: str, axes: dict[str, int]) -> None:
     model = PRESETS[name]
-    job = layout(model, **(axes if model.experts else {**axes, "ep": 1}))
+    plan: dict[str, Any] = dict(axes if model.experts else {**axes, "ep": 1})
+    job = layout(model, **plan)
     work = count_work([job])
     flops = work.matmul_flops + work.expert_flops + work.attention_flops + work.lm_head_flops
     whole = float(flops[0] * work.num_micro_batches[0]) * job.num_devices
@@ -115,21 +116,84 @@ def test_activations_of_experts_are_read_and_written_for_each_copy_of_a_token() 
     assert experts - dense == pytest.approx(copies)
 
 
-def test_parameters_within_a_domain_are_sent_beside_the_computation() -> None:
-    inside, outside = (seconds(layout(num_devices=n, zero=3, dp_shard=n, micro_batch=8)) for n in (8, 64))
-    sent = count_work([layout(num_devices=8, zero=3, dp_shard=8, micro_batch=8)]).fsdp_s[0] * 8
-    assert 0 < inside.sharding[0] < sent / 10
-    assert outside.sharding[0] > sent / 10
+def test_parameters_that_are_sent_beside_the_computation_slow_it_down() -> None:
+    """By as long as that takes with a factor of 1, and by less of it within a domain of fast links."""
+    inside, outside = (layout(num_devices=n, zero=3, dp_shard=n, micro_batch=8) for n in (8, 64))
+    for job, part in ((inside, 0.7), (outside, 1.0)):
+        work = count_work([job])
+        sent = float((work.fsdp_s * work.num_micro_batches)[0])
+        assert part * sent < seconds(job).sharding[0] < (part + 0.1) * sent
+    hidden = seconds(inside, constants=replace(PLAIN, fsdp_factor=0)).sharding[0]
+    assert 0 < hidden < seconds(inside).sharding[0] / 10
 
 
 def test_older_kernels_of_attention_are_slower_on_newer_devices_alone() -> None:
-    for device, times in (("h100", 2), ("b200", 2), ("a100-80", 1), ("l40s", 1)):
-        new, old = (seconds(layout(device=device, flash_attention_2=older)) for older in (False, True))
-        assert old.attention[0] == pytest.approx(times * new.attention[0])
+    for device, times, first in (("h100", 2, 4), ("b200", 2, 4), ("a100-80", 1, 1), ("l40s", 1, 1)):
+        new, second, old = (
+            seconds(layout(device=device, attention_kernel=kernel)) for kernel in ("new", "flash-2", "flash-1")
+        )
+        assert second.attention[0] == pytest.approx(times * new.attention[0])
+        assert old.attention[0] == pytest.approx(first * new.attention[0])
         assert old.matmul[0] == new.matmul[0]
-    row = {"model": "llama-3-8b", "gpu_type": "H100", "gpus": "8", "notes": "FSDP2; FlashAttention-2 or older"}
-    assert read_layout(row).flash_attention_2
-    assert not read_layout({**row, "notes": "compile"}).flash_attention_2
+
+
+@pytest.mark.parametrize(
+    ("notes", "kernel", "fused"),
+    [
+        ("FSDP2; FlashAttention-2 or older", "flash-2", True),
+        ("FSDP2 eager; FlashAttention-2", "flash-2", False),
+        ("FlashAttention-2 or older; eager; FlashAttention-1 in Triton", "flash-1", False),
+        ("stored scores", "stored", True),
+        ("compile, eagerly awaited", "new", True),
+    ],
+)
+def test_notes_say_which_kernels_a_run_has(notes: str, kernel: str, fused: bool) -> None:
+    found = read_layout({"model": "llama-3-8b", "gpu_type": "H100", "gpus": "8", "notes": notes})
+    assert (found.attention_kernel, found.fused) == (kernel, fused)
+
+
+def test_stored_scores_are_computed_over_the_whole_square_and_pass_through_memory() -> None:
+    new, stored = (layout(seq_len=2048, attention_kernel=kernel) for kernel in ("new", "stored"))
+    fast, slow = count_work([new, stored]).attention_flops
+    assert slow == pytest.approx(2 * fast)
+    scores = LLAMA.layers * LLAMA.heads * 2048 * 2048  # of one sequence
+    assert list(count_work([new, stored]).score_bytes) == pytest.approx([0, 2 * scores])
+    spent = seconds(stored)
+    assert spent.memory_bound[0] == pytest.approx(8 * 2 * scores / 3.35e12)  # of eight micro-batches
+    # selective recompute repeats them, which kernels that store none do anyway
+    again = count_work([replace(job, recompute="selective") for job in (new, stored)]).attention_flops
+    assert list(again) == pytest.approx([fast, 4 / 3 * slow])
+
+
+def test_operations_that_are_not_fused_pass_more_often_over_activations() -> None:
+    constants = replace(PLAIN, activation_passes=3)
+    fused, eager = (seconds(layout(fused=fused), constants=constants) for fused in (True, False))
+    assert eager.memory_bound[0] == pytest.approx(2 * fused.memory_bound[0])
+    assert eager.matmul[0] == fused.matmul[0]
+
+
+def test_the_optimizer_reads_and_writes_the_states_of_a_rank_once_in_a_step() -> None:
+    shared, whole = (layout(num_devices=8, zero=zero, global_batch=64, tp=1) for zero in (1, 0))
+    for job, ranks in ((shared, 8), (whole, 1)):
+        assert seconds(job).optimizer[0] == pytest.approx(30 * LLAMA.params / ranks / 3.35e12)
+
+
+def test_blocks_that_are_recomputed_are_their_part_of_one_more_forward_pass() -> None:
+    none, some = (
+        count_work([layout(recompute=how, recomputed_blocks=blocks)])
+        for how, blocks in (("none", ()), ("partial", (40,)))
+    )
+    assert some.matmul_flops[0] == pytest.approx((1 + 40 / 80 / 3) * none.matmul_flops[0])
+
+
+def test_devices_of_an_architecture_differ_by_their_power() -> None:
+    """Watts of data sheets over the peak: 1,400 W and 1,000 W beside 1,200 W, of 2.5, 2.25 and 2.5 PFLOP/s."""
+    constants = replace(PLAIN, efficiency={"blackwell/fp8": 0.6})
+    jobs = [layout(device=name, precision="fp8") for name in ("gb200", "gb300", "b200", "h100")]
+    assert list(efficiencies(jobs, constants)) == pytest.approx(
+        [0.6, 0.6 * 14 / 12, 0.6 * (1000 / 2250) / (1200 / 2500), 0.5]
+    )
+    assert efficiencies([jobs[1]], replace(constants, efficiency={"blackwell/fp8": 0.95}))[0] == 1
 
 
 def test_a_device_without_published_runs_has_the_efficiency_of_its_architecture() -> None:
@@ -323,7 +387,9 @@ def test_every_constant_counts() -> None:
         layout(tp=8, pp=4, cp=2, zero=3, dp_shard=2, num_devices=512),
         layout(DEEPSEEK, ep=32, num_devices=512, precision="fp8"),
         layout(PRESETS["gpt2-124m"], device="l40s"),
-        layout(flash_attention_2=True),
+        layout(attention_kernel="flash-1"),
+        layout(attention_kernel="stored"),
+        layout(fused=False),
     ]
     now = fitted_constants()
     for item in fields(Constants):

@@ -22,6 +22,7 @@ from typing import Any
 
 import fuzz_files as files
 import fuzz_runs as runs
+import mindspore_strategies as made
 import numpy as np
 import xxhash
 from source_files import write_arrow_folder
@@ -238,6 +239,14 @@ def _strategy(folder: Path) -> None:
     )
 
 
+def _mindspore_strategy(folder: Path) -> None:
+    made.write(folder / "a.json", made.strategy(dp=4, tp=2, shard=4))
+
+
+def _mindspore_strategy_protobuf(folder: Path) -> None:
+    (folder / "a.ckpt").write_bytes(made.protobuf(made.strategy(dp=4, tp=2, shard=4)))
+
+
 def _parquet(folder: Path, **options: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -403,6 +412,12 @@ FORMATS: dict[str, Format] = {
     "trace": Format(reader="trace", file="trace.json", make=runs.trace, mutated=("trace.json",), text=True),
     "toml": Format(reader="toml", file="config.toml", make=_toml, mutated=("config.toml",), text=True),
     "tokenizer": Format(reader="tokenizer", file="tokenizer.json", make=_tokenizer, mutated=("tokenizer.json",), text=True),
+    "mindspore_strategy": Format(
+        reader="mindspore_strategy", file="a.json", make=_mindspore_strategy, mutated=("a.json",), text=True
+    ),
+    "mindspore_strategy_protobuf": Format(
+        reader="mindspore_strategy", file="a.ckpt", make=_mindspore_strategy_protobuf, mutated=("a.ckpt",)
+    ),
     "strategy": Format(reader="strategy", file="plan.json", make=_strategy, mutated=("plan.json",), text=True),
     "image_jpeg": Format(reader="image", file="a.img", make=files.tiled_image, mutated=("a.img",)),
     "image_progressive": Format(

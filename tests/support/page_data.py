@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import mindspore_strategies
 from event_streams import write_events
 from pages import environment
 from pictures import write_photographs
@@ -267,9 +269,26 @@ def reviews(folder: Path) -> dict[str, str]:
     return {"UNISONO__TRAIN__STEPS": "4", "UNISONO__PLAN__GLOBAL_BATCH": "8", "UNISONO__TRAIN__EVAL_EVERY_STEPS": "0"}
 
 
+def other_frameworks(folder: Path) -> dict[str, str]:
+    """Files of weights of MXNet and MindSpore, the run of a small program, and a strategy file of four devices."""
+    corpus(folder)
+    mindspore_strategies.write(folder / "strategy.json", mindspore_strategies.strategy(dp=2, tp=2, shard=2))
+    interop = Path(__file__).parents[1] / "interop"
+    for source, name in (
+        ("fixtures/named.params", "net-0010.params"),
+        ("models/gluon_resnet_bottleneck.params", "resnet.params"),
+        ("models/models_bert.ckpt", "bert.ckpt"),
+    ):
+        shutil.copyfile(interop / source, folder / name)
+    (folder / "mine.py").write_text(MINE)
+    subprocess.run([sys.executable, "mine.py"], cwd=folder, check=True, capture_output=True)
+    return SMALL
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
+    "from-mxnet-mindspore.md": other_frameworks,
     "guide.md": guide,
     "kvstore.md": kvstore,
     "launching.md": launching,

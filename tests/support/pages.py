@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMANDS = ("", "sh", "console", "bash")
-# what is shown and not run: data, output, files of the repository, and what Sphinx reads
-SHOWN = ("text", "toml", "json", "{include}", "{literalinclude}", "{toctree}")
+# what is shown and not run: data, output, files of the repository, what Sphinx reads, and with "py" parts of files that tests
+# run elsewhere (migration_pages.py)
+SHOWN = ("py", "text", "toml", "json", "{include}", "{literalinclude}", "{toctree}")
 TIMEOUT_S = 120
 
 

@@ -29,6 +29,8 @@ from unisono.data.options import LoaderOptions
 from unisono.data.order.permutation import Permutation
 from unisono.dist import World
 from unisono.models.gpt import GPT
+from unisono.models.quantize_options import QuantizeOptions
+from unisono.models.quantized_model import make_aware
 from unisono.observe.events import events_path, read_events
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
@@ -66,10 +68,15 @@ class RaggedTokens:
         }
 
 
-def model(**changes: Any) -> GPT:
+def model(*, aware: str = "", **changes: Any) -> GPT:
+    """The tiny GPT; ``aware`` is a scheme with whose rounding it is trained."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "vocab_size": VOCAB}
-    return GPT(ModelOptions(**{**sizes, **changes}))
+    network = GPT(ModelOptions(**{**sizes, **changes}))
+    if aware:
+        group = {"group_size": 8} if aware == "int4" else {}
+        make_aware(network, QuantizeOptions(scheme=aware, **group), convolutions=True)
+    return network
 
 
 def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, **changes: Any) -> Trainer:
@@ -77,7 +84,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
     data = changes.pop("data", None) or RaggedTokens()
     extra = {
         name: changes.pop(name)
-        for name in ("resume", "eval_data", "metrics", "transform", "flops_per_token")
+        for name in ("resume", "eval_data", "metrics", "transform", "flops_per_token", "distill")
         if name in changes
     }
 

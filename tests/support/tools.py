@@ -28,3 +28,10 @@ def skip_without(name: str, reason: str) -> NoReturn:
 
 def _expected() -> set[str]:
     return set(os.environ.get("UNISONO_TESTS_EXPECT", "").split())
+
+
+def peer(variable: str) -> str:
+    """The interpreter that the environment variable names; skips the test where it names none."""
+    if not os.environ.get(variable):
+        pytest.skip(f"set {variable} to an interpreter with the package: nothing was compared")
+    return os.environ[variable]

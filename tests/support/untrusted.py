@@ -266,6 +266,17 @@ def _strategy(path: Path) -> Iterable[Any]:
     return [plan.to_json(), plan.hash, plan.describe(), [match_modules(pattern, names) for pattern in patterns]]
 
 
+def _mindspore_strategy(path: Path) -> Iterable[Any]:
+    from dataclasses import asdict
+
+    from unisono.interop.mindspore_plan import imported_plan, parse_settings
+    from unisono.interop.mindspore_strategy import read_strategies
+
+    found = read_strategies(path)
+    plan = imported_plan([found], parse_settings(["optimizer_level=level3"]))
+    return [asdict(found), plan.fields, plan.notes]
+
+
 def _arrow(path: Path) -> Iterable[Any]:
     from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 
@@ -434,6 +445,7 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "run_folder": _run_folder,
     "trace": _trace,
     "strategy": _strategy,
+    "mindspore_strategy": _mindspore_strategy,
     "arrow": _arrow,
     "toml": _toml,
     "tokenizer": _tokenizer,

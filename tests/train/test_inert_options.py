@@ -65,12 +65,14 @@ ALWAYS = [
     "train.max_skips",
     "train.gc_every_steps",
     "train.gradient_stats_every_steps",
+    "distill.teacher",
     "checkpoint.every_steps",
     "checkpoint.keep_last",
     "checkpoint.keep_best",
     "checkpoint.asynchronous",
     "checkpoint.max_failures",
     "checkpoint.upload_to",
+    "quantize.scheme",
     "observe.console",
     "observe.trackers",
     "observe.report",
@@ -129,6 +131,18 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "lora.alpha": ("4", ["model.pretrained=x"], ["model.pretrained=x", "lora.rank=4"], 1),
     "lora.dropout": ("0.1", ["model.pretrained=x"], ["model.pretrained=x", "lora.rank=4"], 1),
     "lora.modules": ("['q']", ["model.pretrained=x"], ["model.pretrained=x", "lora.rank=4"], 1),
+    "distill.teacher_frac": ("0.25", [], ["distill.teacher=x"], 1),
+    "distill.temperature": ("4.0", [], ["distill.teacher=x"], 1),
+    "distill.features": ("['a=b']", [], ["distill.teacher=x"], 1),
+    "distill.features_weight": (
+        "0.1",
+        ["distill.teacher=x"],
+        ["distill.teacher=x", "distill.features=['a=b']"],
+        1,
+    ),
+    "quantize.group_size": ("64", ["quantize.scheme=int8"], ["quantize.scheme=int4"], 1),
+    "quantize.skip": ("['blocks.0.*']", [], ["quantize.scheme=int8"], 1),
+    "quantize.aware": ("true", [], ["quantize.scheme=int8"], 1),
     "data.eval": ("y", [], ["data.train=x"], 1),
     "data.weights": ("[1.0, 2.0]", [], ["data.train=['x', 'y']", "data.eval=z"], 1),
     "data.sample_weights": ("balanced", [], ["data.train=x"], 1),
@@ -202,6 +216,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
 OF_SERVERS = {
     f"launch.{name}" for name in (*SERVER_OPTIONS, "tls")
 }  # tests/cli/test_bad_input.py, tests/cli/test_tls.py
+OF_RANKS = {"launch.collective_backend"}  # tests/dist/test_backends.py
 LEAVES = option_tree(RunConfig).leaves
 
 
@@ -220,7 +235,7 @@ def reported(settings: list[str], ranks: int = 1) -> str:
 
 def test_each_option_is_known_to_act_always_or_names_its_condition() -> None:
     conditional = {key for key, leaf in LEAVES.items() if leaf.spec.applies_with}
-    assert conditional == CASES.keys() | OF_SERVERS
+    assert conditional == CASES.keys() | OF_SERVERS | OF_RANKS
     assert sorted(set(LEAVES) - conditional) == sorted(ALWAYS)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -23,15 +23,17 @@ from unisono.cli.common import (
 )
 from unisono.cli.own_code import read_code, takes_model
 from unisono.errors import CheckpointError, ConfigError
-from unisono.sanitize import printable
+from unisono.sanitize import listed, printable
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
 from unisono.storage.write_errors import explained_write_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.interop.stored_tensor import StoredTensor
 
 _SUFFIXES: Final = {".params": "mxnet", ".ckpt": "mindspore"}
+_FAMILIES: Final = ("resnet", "bert", "gpt2", "llama")
 
 
 @click.group("checkpoint")
@@ -219,28 +221,55 @@ def _export_file(file: Path, kind: str, module: nn.Module, read: Callable[[str, 
 @click.option(
     "--out",
     required=True,
-    type=ExpandedPath(dir_okay=False, path_type=Path),
-    help="The new file: NAME.safetensors, or in another format NAME.params or NAME.ckpt.",
+    type=ExpandedPath(path_type=Path),
+    help="The new file: NAME.safetensors, or in another format NAME.params or NAME.ckpt. With --as the new folder.",
+)
+@click.option(
+    "--as",
+    "family",
+    type=click.Choice(("auto", *_FAMILIES)),
+    help="Write a folder for transformers and model.pretrained, with its names; auto: the model that the names say.",
+)
+@click.option(
+    "-s",
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --as, a value of config.json that no tensor tells, such as num_attention_heads=12.",
 )
 @common_options
-def import_file(source: Path, out: Path, as_json: bool) -> None:
+def import_file(source: Path, out: Path, family: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Write the weights in SOURCE, a file of MXNet (.params) or MindSpore (.ckpt, .safetensors), again as safetensors.
 
     Names and values stay, but for arg: and aux: before names of MXNet. Sparse arrays become dense. Nothing in SOURCE is run.
+    With --as, ResNet, BERT, GPT-2 and Llama of the public libraries become a folder of Hugging Face with the same outputs.
     """
+    if family is not None:
+        _import_model(source, out, family, _assignments(settings), as_json)
+        return
+    if settings:
+        raise ConfigError(
+            given=f"--set {settings[0]} without --as",
+            rule="settings are those of a model's config.json, which --as writes",
+            consequence="nothing was written",
+            nearest="--as auto with a folder as --out",
+        )
     kind = {".safetensors": "safetensors", **_SUFFIXES}.get(out.suffix)
     if kind is None:
         raise ConfigError(
             given=f"--out {out}",
-            rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format",
+            rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format; with --as it is a folder",
             consequence="nothing was written",
             nearest=str(out.with_suffix(".safetensors")),
         )
     check_output("--out", out, consequence="nothing was written")
+    from unisono.interop.model_folder import known_model
     from unisono.interop.weight_file import open_weights, write_weights_file
 
     with open_weights(source) as weights:
         tensors = weights.tensors
+        known = known_model(tensors)
         with explained_write_errors(out.parent, consequence="nothing was written", other_name="another file (--out)"):
             layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
             write_weights_file(out, kind, layout, lambda name: tensors[name].load())
@@ -250,13 +279,58 @@ def import_file(source: Path, out: Path, as_json: bool) -> None:
             "format": weights.format,
             "path": str(out),
             "bytes": num_bytes,
-            "tensors": {
-                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-                for name, tensor in tensors.items()
-            },
+            "tensors": _described(tensors),
             "texts": texts,
+            "model": known and known.label,
         }
     text = f"{len(tensors)} tensors of {source} ({weights.format}) written to {out}, {num_bytes / 2**20:.1f} MiB"
     if texts:
         text += f"; text that no tensor holds: {', '.join(texts)}"
+    if known is not None:
+        text += f"; with --as {known.family} the {known.label} becomes a folder that transformers loads"
+    print_result(as_json, result, printable(text))
+
+
+def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for name, tensor in tensors.items()
+    }
+
+
+def _assignments(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE as names and values."""
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(
+                given=f"--set {text}",
+                rule="a setting has the form NAME=VALUE",
+                consequence="nothing was written",
+                nearest=f"--set {text}=…",
+            )
+    return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _import_model(source: Path, out: Path, family: str, settings: dict[str, str], as_json: bool) -> None:
+    """Write a folder with ``config.json`` and the weights under the names of a class of transformers."""
+    check_output("--out", out, consequence="nothing was written")
+    from unisono.interop.model_folder import as_model, write_model_folder
+    from unisono.interop.weight_file import open_weights
+
+    with open_weights(source) as weights:
+        model = as_model(family, source, weights.tensors, settings)
+        with explained_write_errors(out.parent, consequence="nothing was written", other_name="another folder (--out)"):
+            write_model_folder(out, model)
+        result = {
+            "source": str(source),
+            "format": weights.format,
+            "path": str(out),
+            "model": model.label,
+            "architecture": model.config["architectures"][0],
+            "tensors": _described(model.tensors),
+            "left_out": list(model.left_out),
+        }
+    text = f"{model.label}: {len(model.tensors)} tensors of {source} written to {out}, as {result['architecture']}"
+    if model.left_out:
+        text += f"; left out, as they are of an optimizer or count: {listed(model.left_out, 200)}"
     print_result(as_json, result, printable(text))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from unisono.cli.common import ExpandedPath, common_options, print_result
 from unisono.cli.terminal import echo
@@ -18,10 +19,12 @@ from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
 from unisono.launch.hostfile import Host, read_hostfile
 from unisono.launch.job import SERVER, describe_launch, dry_run_text, run_job
+from unisono.launch.launcher_lines import translate_line
 from unisono.launch.membership import claim_ranks, read_membership
 from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.process_layout import JobLayout, assign_processes
+from unisono.launch.resources import count_accelerators
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -50,15 +53,31 @@ from unisono.launch.process_layout import JobLayout, assign_processes
     help="Folder of logs and launch.json (default runs/launch-TIME-PID).",
 )
 @click.option("--mpirun", "by_mpirun", is_flag=True, help="Let Open MPI's mpirun start the processes.")
+@click.option(
+    "--mpirun-args",
+    "own_arguments",
+    default="",
+    metavar="TEXT",
+    help="Further arguments of mpirun: '-mca btl_tcp_if_include eth1 --map-by node'.",
+)
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
+@click.option(
+    "--from",
+    "is_foreign",
+    is_flag=True,
+    help="COMMAND is a line of another launcher, such as torchrun: show the line of this one, and start nothing.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @common_options
-def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(context: click.Context, command: tuple[str, ...], as_json: bool, is_foreign: bool, **options: Any) -> int:
     """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
 
     Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted (start again), 76 failed and would again.
     """
+    if is_foreign:
+        return _show_translated(context, command, as_json=as_json)
     arguments = _Arguments(**options)
     _check_unused(arguments)
     if arguments.by_mpirun or arguments.by_srun:
@@ -97,6 +116,7 @@ class _Arguments:
     max_restarts: int
     folder: Path | None
     by_mpirun: bool
+    own_arguments: str
     by_srun: bool
     dry_run: bool
 
@@ -117,7 +137,20 @@ def _handover(command: tuple[str, ...], arguments: _Arguments) -> ExecCommand:
         interface=arguments.interface,
         forwarded=environ,
         options=arguments.launch,
+        own_arguments=_words(arguments.own_arguments),
     )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            given=f"--mpirun-args {text!r}: {error}",
+            rule="it is divided into words as a shell does it",
+            consequence="nothing was started",
+            nearest="close each quotation mark",
+        ) from None
 
 
 def _layout(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> JobLayout:
@@ -165,6 +198,24 @@ def _joining(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> J
     )
 
 
+def _show_translated(context: click.Context, command: tuple[str, ...], *, as_json: bool) -> int:
+    """Print the line of this launcher that does what ``command``, a line of another one, does, and what it leaves out."""
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    others = sorted(set(given) - {"command", "as_json", "is_foreign"})
+    if others:
+        raise ConfigError(
+            given=f"--from with options of a launch ({', '.join(others)})",
+            rule="--from starts nothing: the line that it shows has all options",
+            consequence="they would have no effect, so no line was written",
+            nearest="add them to the line that is shown",
+        )
+    line = translate_line(command, count_accelerators)
+    notes = [{"argument": argument, "reason": reason} for argument, reason in line.notes]
+    shown = [shlex.join(line.argv), *(f"# {argument}: {reason}" for argument, reason in line.notes)]
+    print_result(as_json, {"command": line.argv, "notes": notes}, shown)
+    return 0
+
+
 def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
     settings = [f"{name}={value}" for name, value in sorted(handover.environ.items())]
     text = shlex.join(["env", *settings, *handover.argv])
@@ -179,6 +230,11 @@ def _check_unused(arguments: _Arguments) -> None:
     no_hosts = arguments.hostfile is None
     rules = [
         (arguments.by_mpirun and arguments.by_srun, "--mpirun and --srun", "one of them starts the processes"),
+        (
+            bool(arguments.own_arguments) and not arguments.by_mpirun,
+            "--mpirun-args without --mpirun",
+            "they are arguments of mpirun",
+        ),
         (handed_over and arguments.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
         (
             handed_over and arguments.port > 0,

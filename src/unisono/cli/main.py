@@ -33,6 +33,8 @@ COMMANDS = {
     "compare": "Compare runs: losses, speed, memory, settings; limits for CI.",
     "tune": "Find settings by search: each trial is a training.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
+    "predict": "Say what a trained model predicts for new data.",
+    "quantize": "Write a smaller model with weights of 8 or 4 bits.",
     "prune": "Make a trained model smaller: fewer heads, hidden units, layers, or zeros.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,25 +98,77 @@ def export_file(
     """
     resolved = load_run_config(config, overrides).value
     path = Path(output)
-    if path.exists() and not force:
-        raise ConfigError(
-            given=f"plan export --output {output}",
-            rule="a file that exists is not overwritten",
-            consequence="nothing was written",
-            nearest="another name, or --force",
-        )
+    _require_new("export", path, force=force)
     plan = _derive(resolved.plan, processes or max(1, resolved.launch.num_processes))
     try:
         plan.save(path)
     except OSError as error:
-        raise ConfigError(
-            given=f"plan export --output {output}: {error.strerror}",
-            rule="the file can be created",
-            consequence="nothing was written",
-            nearest="a path in a folder that exists and that you may write to",
-        ) from None
+        raise _unwritable("export", path, error) from None
     text = f"wrote {path}: {plan.describe()}; try: unisono train --plan {shlex.quote(output)}"
     print_result(as_json, {"path": output, "hash": plan.hash, "plan": plan.to_json()}, text)
+
+
+@command.command("import")
+@click.argument("files", nargs=-1, metavar="STRATEGY...", type=ExpandedPath(path_type=Path))
+@click.option(
+    "--context",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A setting of MindSpore's set_auto_parallel_context or AutoParallel; may be repeated.",
+)
+@click.option(
+    "--output", default=PLAN_FILE, show_default=True, type=ExpandedPath(dir_okay=False), help="File to write."
+)
+@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+@common_options
+def import_file(files: tuple[Path, ...], settings: tuple[str, ...], output: str, force: bool, as_json: bool) -> None:
+    """Write what strategy files and settings of MindSpore come to as a partial plan, and list what it leaves out.
+
+    STRATEGY is a file of one pipeline stage, or one that was merged: several are those of the stages of one job.
+    """
+    from unisono.interop.mindspore_plan import imported_plan, parse_settings
+    from unisono.interop.mindspore_strategy import read_strategies
+    from unisono.plan.plan import strategy_text
+    from unisono.storage.files import write_atomically
+
+    path = Path(output)
+    _require_new("import", path, force=force)
+    if not files and not settings:
+        raise click.UsageError("neither a strategy file nor a setting (--context) of MindSpore")
+    imported = imported_plan([read_strategies(file) for file in files], parse_settings(settings))
+    text = strategy_text(imported.fields)
+    with tempfile.TemporaryDirectory() as folder:  # only a plan that can be carried out is written
+        write_atomically(Path(folder) / PLAN_FILE, text.encode())
+        plan = _load(folder, imported.num_ranks)
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise _unwritable("import", path, error) from None
+    notes = [{"subject": subject, "reason": reason} for subject, reason in imported.notes]
+    ranks = f"{imported.num_ranks} {'process' if imported.num_ranks == 1 else 'processes'}"
+    lines = [f"wrote {path}, for {ranks}: {plan.describe()}", *(f"- {what}: {why}" for what, why in imported.notes)]
+    result = {"path": output, "processes": imported.num_ranks, "fields": imported.fields, "notes": notes}
+    print_result(as_json, result, lines)
+
+
+def _require_new(verb: str, path: Path, *, force: bool) -> None:
+    if path.exists() and not force:
+        raise ConfigError(
+            given=f"plan {verb} --output {path}",
+            rule="a file that exists is not overwritten",
+            consequence="nothing was written",
+            nearest="another name, or --force",
+        )
+
+
+def _unwritable(verb: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        given=f"plan {verb} --output {path}: {error.strerror}",
+        rule="the file can be created",
+        consequence="nothing was written",
+        nearest="a path in a folder that exists and that you may write to",
+    )
 
 
 @command.command("check")
@@ -167,6 +220,13 @@ def _load(file: str, processes: int | None = None) -> Plan:
 
 def _derive(options: PlanOptions, processes: int) -> Plan:
     from unisono.dist import JobSpec
+    from unisono.parallel.device import find_device
+    from unisono.plan.resolve import derive_plan, with_strategy_file
+    from unisono.planner.layout_strategy import ACCELERATOR
     from unisono.train.setup import resolve_plan
 
+    given = with_strategy_file(options)[0]
+    if given.offload and given.device == "auto" and find_device("auto", 0).type == "cpu":
+        # it is of accelerators, as no run moves activations from the CPU
+        return derive_plan(options, world_size=processes, device=ACCELERATOR, native_bf16=True)
     return resolve_plan(options, JobSpec(world_size=processes))[1]

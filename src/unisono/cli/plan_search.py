@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from unisono.cli.common import LOG, ExpandedPath, FiniteRange, check_output, print_result
+from unisono.cli.common import (
+    LOG,
+    ExpandedPath,
+    FiniteRange,
+    check_output,
+    is_python_trusted,
+    print_result,
+    trusts_python,
+)
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.write_errors import explained_write_errors
 from unisono.units import GIB
@@ -25,6 +33,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 def search_options(function: F) -> F:
     """Decorator that adds the options of a search."""
+    function = trusts_python(function)
     for option in (
         click.option(
             "--memory-gib",
@@ -45,7 +54,7 @@ def search_options(function: F) -> F:
         click.option(
             "--model",
             metavar="NAME|FILE|FOLDER",
-            help="A preset (llama-3-70b), a folder of Hugging Face or its config.json, or a run's configuration (TOML).",
+            help="A preset (llama-3-70b), a folder of Hugging Face or its config.json, a run's configuration, or FILE.py:NAME.",
         ),
         click.option(
             "--cluster",
@@ -129,6 +138,7 @@ def _job(
     layout = read_layout(
         {"model": model or "", "seq_len": str(seq_len or ""), "precision": precision},
         this_machine() if cluster is None else find_cluster(cluster),
+        trust_python=is_python_trusted(),
     )
     return Job(
         model=layout.model,
@@ -159,7 +169,7 @@ def _sequences(text: str, seq_len: int) -> int:
 
 
 def _pins(texts: Sequence[str]) -> dict[str, int | str]:
-    from unisono.planner.layout_space import PARTIAL, RECOMPUTED_BLOCKS
+    from unisono.planner.layout_space import OFFLOAD, PARTIAL, RECOMPUTED_BLOCKS
 
     pins: dict[str, int | str] = {}
     for text in texts:
@@ -173,12 +183,18 @@ def _pins(texts: Sequence[str]) -> dict[str, int | str]:
             "some blocks are recomputed in partial recompute alone",
             f"--pin {RECOMPUTED_BLOCKS}={pins[RECOMPUTED_BLOCKS]} alone",
         )
+    if pins.get(OFFLOAD) and pins.get("recompute", "none") != "none":
+        raise _refused(
+            f"--pin offload=true with recompute={pins['recompute']}",
+            "offload moves what blocks keep, and recomputed blocks keep next to nothing",
+            "--pin offload=true alone",
+        )
     return pins
 
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS
+    from unisono.planner.layout_space import AXES, OFFLOAD, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, SCHEDULES
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
@@ -188,6 +204,16 @@ def _pin(text: str) -> tuple[str, int | str]:
     if name == "recompute":
         if value not in (*RECOMPUTE, PARTIAL):
             raise _refused(f"--pin {text}", "recompute is none, selective, full or partial", "recompute=full")
+        return name, value
+    if name == OFFLOAD:
+        if value not in ("true", "false"):
+            raise _refused(f"--pin {text}", "offload is true or false", "offload=true")
+        return name, value == "true"
+    if name == "schedule":
+        if value not in SCHEDULES:
+            raise _refused(
+                f"--pin {text}", f"a schedule is {', '.join(SCHEDULES)}", f"schedule={nearest_name(value, SCHEDULES)}"
+            )
         return name, value
     if name == "zero":
         if value not in map(str, ZERO_STAGES):

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from unisono.planner.simulate import Prediction
 
 _LAYOUT = (
-    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "cut", "cp", "ep"),
-    *("micro_batch", "global_batch", "seq_len", "recompute", "recomputed_blocks"),
+    *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "schedule", "cut"),
+    *("cp", "ep"),
+    *("micro_batch", "global_batch", "seq_len", "recompute", "recomputed_blocks", "offload"),
 )
 
 
@@ -24,10 +25,12 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
 
 def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     """The layout, its step time and memory, and what they consist of."""
+    from unisono.observe.run_summary import format_gib
     from unisono.planner.step_time import efficiency_key, fitted_constants
 
     step_s, factor = prediction.step_s, 1 + prediction.spread
-    yield " ".join(f"{name}={_text(value)}" for name, value in layout_facts(layout).items() if value != [])
+    said = {name: value for name, value in layout_facts(layout).items() if value not in ([], None)}
+    yield " ".join(f"{name}={_text(value)}" for name, value in said.items() if value is not False)
     if layout.pp > 1 and not layout.stages_per_rank:
         yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"
     yield f"step {step_s:.4g} s; nine of ten such runs lie between {step_s / factor:.4g} and {step_s * factor:.4g} s"
@@ -39,10 +42,14 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     )
     yield from _parts(prediction.parts_s, step_s)
     yield from _memory(layout, prediction)
+    if layout.offload:
+        yield f"  {'on the host':<18}{format_gib(prediction.host_bytes):>10}"
 
 
 def _text(value: Any) -> str:
     """A field of a layout, as the columns of ``plan simulate`` have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, list):
         return ",".join(map(str, cast("list[int]", value)))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -44,11 +44,13 @@ from unisono.train.build import (
     RunData,
     build_data,
     build_trainer,
+    check_quantize,
     data_notices,
     resolve_run,
     resolve_steps,
 )
 from unisono.train.config import RunConfig
+from unisono.train.distilled_features import without_projections
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.outputs import RunOutputs
 from unisono.train.parameter_servers import start_servers
@@ -75,9 +77,10 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     config = resolved.value
     run_dir = Path(config.run.dir)
     device, plan = resolve_plan(config.plan, job)
+    check_quantize(config, plan)  # before the folder of a quantized model is touched
     with ExitStack() as stack:
         job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
-        world = init_distributed(plan, job, device.type, config.launch.timeout_s)
+        world = init_distributed(plan, job, device.type, config.launch.timeout_s, config.launch.collective_backend)
         stack.callback(world.close)
         task = config.task
         require_whole_results(_data_addresses(config.data))
@@ -210,7 +213,7 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
     """
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
-    with run.averaged_weights():
+    with run.averaged_weights(), without_projections(run.model):
         model, snapshot = run.model, None
         if run.plan.is_model_sharded:
             # this rank has a part of the model; export the checkpoint just committed, one tensor at a time

@@ -120,14 +120,16 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         yield f"memory decides: with {format_gib(free.needed_bytes)} a step would take {less} less time, with {free.axes_text}"
     yield from _flip_lines(answer.sensitivity.perturbations, "the same layout with")
     yield from _count_lines(answer.sensitivity.device_counts)
+    from unisono.planner.layout_space import value_text
+
     yield "other values, each with the best of the other axes"
     for (axis, value, each), reason in zip(found.changes, answer.reasons, strict=True):
         others = _differences(found.best.layout, each.layout, axis)
-        yield f"  {axis + '=' + str(value):<20} {reason}{', with ' + others if others else ''}"
+        yield f"  {axis + '=' + value_text(value):<20} {reason}{', with ' + others if others else ''}"
     if found.refused:
         yield "values that no layout has"
         for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
-            yield f"  {axis + '=' + ', '.join(str(value) for _, value, _ in group):<20}  {reason}"
+            yield f"  {axis + '=' + ', '.join(value_text(value) for _, value, _ in group):<20}  {reason}"
 
 
 def _flip_lines(flips: Sequence[Perturbation], unchanged: str) -> Iterator[str]:
@@ -155,10 +157,10 @@ def _count_lines(counts: Sequence[DeviceCount]) -> Iterator[str]:
 
 def _differences(best: Layout, other: Layout, changed: str) -> str:
     """The other axes that are not those of the best layout."""
-    from unisono.planner.layout_space import AXES
+    from unisono.planner.layout_space import AXES, value_text
 
     return " ".join(
-        f"{axis}={getattr(other, axis)}"
+        f"{axis}={value_text(getattr(other, axis))}"
         for axis in AXES
         if axis != changed and getattr(other, axis) != getattr(best, axis)
     )

@@ -60,8 +60,16 @@ def prune(
         out: The folder of the result.
 
     Raises:
-        ConfigError: The model has no such parts, or would have none left, or a name pattern fits nothing.
+        ConfigError: The model is quantized, has no such parts, or would have none left, or a name pattern fits nothing.
     """
+    quantized = resolved.value.quantize.scheme
+    if quantized != "none":
+        raise ConfigError(
+            given=f"a model with quantize.scheme {quantized!r}",
+            rule="weights in floating point are pruned, and rounded after it",
+            consequence="nothing was pruned",
+            nearest="prune the model that it was made from, then unisono quantize, or unisono train with quantize.aware",
+        )
     structured = bool(removal.heads or removal.ffn or removal.layers)
     _check_patterns(run.model, removal, sparsity)
     model, what, record, lines = run.model, [], dict[str, Any](), list[str]()

@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import ConfigError
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
 from unisono.models.resnet import ResNet
@@ -195,9 +194,6 @@ def head_units(model: nn.Module, architecture: Architecture, *, whole_groups: bo
         model: The model, whose heads can be removed.
         architecture: Its architecture.
         whole_groups: Whether a unit is a key/value head with its query heads, or one of the query heads of each.
-
-    Raises:
-        ConfigError: A layer has no weight in floating point.
     """
     heads, kv_heads = head_counts(model)
     rows, columns = (1, kv_heads) if whole_groups else (kv_heads, heads // kv_heads)
@@ -205,13 +201,13 @@ def head_units(model: nn.Module, architecture: Architecture, *, whole_groups: bo
     for block in block_names(model, architecture):
         query, key, value, out = (f"{block}.{name}" for name in cast("tuple[str, ...]", architecture.attention))
         producers = (query, key, value) if whole_groups else (query,)
-        read = _read(tensors, out)
+        read = Owned(name=f"{out}.weight", dim=1)
         owned = (*_produced(tensors, producers), read)
         yield Units(kind="heads", block=block, rows=rows, columns=columns, owned=owned, read=read)
 
 
 def hidden_units(model: nn.Module, architecture: Architecture) -> Iterator[Units]:
-    """The hidden units of each block. Raises ConfigError for a layer without a weight in floating point."""
+    """The hidden units of each block."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for block in block_names(model, architecture):
         if architecture.experts:
@@ -221,21 +217,10 @@ def hidden_units(model: nn.Module, architecture: Architecture) -> Iterator[Units
             owned = (*(Owned(name=name, dim=1, stacked=True) for name in (gate, up)), read)
             yield Units(kind="ffn", block=block, rows=rows, columns=columns, owned=owned, read=read)
         for producers, reader in architecture.ffn:
-            read = _read(tensors, f"{block}.{reader}")
+            read = Owned(name=f"{block}.{reader}.weight", dim=1)
             owned = (*_produced(tensors, tuple(f"{block}.{name}" for name in producers)), read)
             columns = tensors[read.name].shape[1]
             yield Units(kind="ffn", block=block, rows=1, columns=columns, owned=owned, read=read)
-
-
-def _read(tensors: Mapping[str, Tensor], layer: str) -> Owned:
-    if not isinstance(tensors.get(f"{layer}.weight"), nn.Parameter):
-        raise ConfigError(
-            given=f"{layer} without a weight in floating point, such as one of packed integers",
-            rule="units are removed from weights that can be trained",
-            consequence="nothing was pruned",
-            nearest="the model before it was quantized; prune first, then quantize",
-        )
-    return Owned(name=f"{layer}.weight", dim=1)
 
 
 def _produced(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> Iterator[Owned]:

@@ -32,6 +32,7 @@ from unisono import errors
 from unisono.device.torch_adapters import adapter_for
 from unisono.dist import flight_recorder
 from unisono.dist.address import address_of, interface_of, require_private_ranks
+from unisono.dist.backends import AUTO, collective_backend, explain_creation, lacks_operation
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
@@ -77,6 +78,7 @@ class World:
         name: Name of the group in errors.
         peers: Host, pid and creation time of each rank's process, in rank order; empty if unknown.
         is_simulated: Whether the other ranks do not exist (``simulated_world``): each is taken to answer as this one does.
+        backends: Name of the back end of collectives, by type of device; default: Gloo on the host.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class World:
         name: str = "default",
         peers: Sequence[dict[str, Any]] = (),
         is_simulated: bool = False,
+        backends: Mapping[str, str] | None = None,
     ) -> None:
         self.is_simulated = is_simulated
+        self.backends = {"cpu": "gloo"} | dict(backends or {})
         self.job = job
         self.rank = job.rank
         self.world_size = job.world_size
@@ -255,7 +259,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORTS):
+            foreign = lacks_operation(self.backends.values(), error)
+            if foreign or isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORTS):
                 with self.explain_errors(operation):
                     raise
             raise
@@ -282,6 +287,13 @@ class World:
         if not culprits and timed_out and self._rendezvous is not None:
             culprits = roll_call(self._rendezvous.store, self.rank, self.world_size, operation)
         size = f" of {num_bytes} bytes" if num_bytes else ""
+        if not culprits and (foreign := lacks_operation(self.backends.values(), error)):
+            return CommError(
+                given=f"{operation}{size} in group {self.name!r} by the collective back end {foreign!r}: {text[:300]}",
+                rule="a back end does each operation of the job, on the device it was chosen for",
+                consequence="the ranks cannot exchange these data, and this process cannot continue",
+                nearest="launch.collective_backend=auto, the back end of the device; or a plan that needs other operations",
+            )
         return CommError(
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
             f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
@@ -316,6 +328,7 @@ def join_world(
     timeout_s: float,
     meet_timeout_s: float | None = None,
     store: JobStore | None = None,
+    backend: str = AUTO,
 ) -> World:
     """Connect to the other ranks of ``job``; returns once all are connected.
 
@@ -323,16 +336,18 @@ def join_world(
 
     Args:
         job: This process's place in the job.
-        device_type: Type of the tensors in collectives. They use torch's default backend for it (Gloo for cpu); collectives
-            on host tensors always use Gloo.
+        device_type: Type of the tensors in collectives.
         timeout_s: Seconds after which a later collective fails.
         meet_timeout_s: Seconds to wait for the other ranks; None means ``timeout_s``, at least 60 s, because hosts differ in
             how long Python and torch take to start.
         store: The job's store, for a process that joins its job more than once (``rendezvous.open_store``). Default: a store of
             this world.
+        backend: Name of the back end for these tensors, of torch or of another package (``dist.backends``); ``auto`` is the
+            device's own (Gloo for cpu). Collectives on host tensors use Gloo where the device is another one.
 
     Raises:
-        LaunchError: The port is taken, the address is unknown, the ranks do not hold the same secret, or there is no such device.
+        LaunchError: The port is taken, the address is unknown, the ranks do not hold the same secret, or there is no such device
+            or back end.
         ConfigError: Ranks would talk over a public address.
         CommError: A rank did not arrive, or a connection of the group is not a rank's.
         ValueError: ``timeout_s`` is not above 0.
@@ -349,15 +364,18 @@ def join_world(
             consequence="there is nobody to all-reduce with, so nothing was started",
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
+    name = _backend(job, device_type, backend)
+    # host tensors (JSON, barriers) have a separate back end, so control traffic never waits for a stream
+    backends = {"cpu": "gloo"} | {device_type: name}
     meet_timeout_s = max(timeout_s, MIN_MEET_S) if meet_timeout_s is None else meet_timeout_s
     if store is None:
         wait_until_resolved(job, min(timeout_s, meet_timeout_s))
     rendezvous, owned = join_ranks(job, meet_timeout_s, store)
     job = replace(job, restart_count=rendezvous.restart_count)
     try:
-        with _gloo_interface(job, rendezvous):
+        with _gloo_interface(job, rendezvous), explain_creation(name, device_type):
             dist.init_process_group(
-                _backend(job, device_type),
+                name if device_type == "cpu" else ",".join(f"{kind}:{each}" for kind, each in backends.items()),
                 store=rendezvous.store,
                 rank=job.rank,
                 world_size=job.world_size,
@@ -365,7 +383,7 @@ def join_world(
                 device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
             )
         group = cast(ProcessGroup, dist.group.WORLD)
-        first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s)
+        first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s, backends=backends)
         with first.explain_errors("the proof of the connections"):
             _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
         # afterwards the store is read by new groups and by ``roll_call`` only, which copes without it: its host may leave
@@ -374,7 +392,9 @@ def join_world(
         if owned is not None:
             owned.close()
         raise
-    world = World(job, group=group, rendezvous=rendezvous, store=owned, timeout_s=timeout_s, peers=peers)
+    world = World(
+        job, group=group, rendezvous=rendezvous, store=owned, timeout_s=timeout_s, peers=peers, backends=backends
+    )
     use_collectives_of(flight_recorder.group_states, flight_recorder.num_issued)
     if (logs := _launcher_logs()) is not None:
         call_before_abort(lambda: write_dump(logs, job, "abort"))
@@ -430,20 +450,17 @@ def _check_announced(*sizes: torch.Tensor) -> None:
             )
 
 
-def _backend(job: JobSpec, device_type: str) -> str:
-    if device_type == "cpu":
-        return "gloo"
-    adapter = adapter_for(device_type)
-    count = adapter.count()
-    if job.local_rank >= count:
+def _backend(job: JobSpec, device_type: str, chosen: str) -> str:
+    """The back end for tensors of this rank's device. Raises LaunchError where the host has no such device for this rank."""
+    count = adapter_for(device_type).count()
+    if device_type != "cpu" and job.local_rank >= count:
         raise LaunchError(
             given=f"local rank {job.local_rank} wants {device_type}:{job.local_rank}, this host shows {count}",
             rule="every rank of a host has a device of its own",
             consequence="two ranks would share a device, so nothing was started",
             nearest=f"start {max(count, 1)} processes on this host, or train on the cpu",
         )
-    # host tensors (JSON, barriers) have a separate backend, so control traffic never waits for a stream
-    return f"cpu:gloo,{device_type}:{adapter.collective_backend()}"
+    return collective_backend(device_type, chosen)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ _SETTINGS = {
     "hidden_dropout_prob": "dropout",
     "layer_norm_eps": "norm_eps",
 }
+TIED = ("cls.predictions.decoder",)  # the table of tokens, which has no tensor of its own
 _LAYER_TENSORS = 16  # each of the eight modules of a layer has a weight and a bias
 _FRACTIONS = ("hidden_dropout_prob", "layer_norm_eps")
 _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
@@ -67,7 +68,7 @@ def bert_name(name: str) -> str:
 
 def bert_tensors(model: BERT) -> list[ExportedTensor]:
     """All parameters with their exported names. The output matrix is the token table and is not written twice."""
-    return [ExportedTensor(bert_name(name), name) for name, _ in model.named_parameters()]
+    return [ExportedTensor(bert_name(name), name) for name in model.state_dict(keep_vars=True)]
 
 
 def bert_config(model: BERT) -> dict[str, Any]:

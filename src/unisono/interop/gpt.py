@@ -42,6 +42,9 @@ _ERNIE = {
     "ffn.experts.down": "mlp.experts.{}.down_proj",
     "ffn.experts.up": "mlp.experts.{}.up_proj",
 }
+TIED = ("lm_head",)  # may be the table of tokens, and have no tensor of its own
+# what a layer has, as it is or quantized (``models.quantized``)
+_KINDS = ("weight", "weight_packed", "weight_scale", "input_scale")
 
 
 def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
@@ -63,20 +66,27 @@ def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
     yield ExportedTensor("model.embed_tokens.weight", "embedding.weight")
     for inner_name in model.blocks.state_dict(keep_vars=True):
         number, _, rest = inner_name.partition(".")
-        name, layer, inner = f"blocks.{inner_name}", f"model.layers.{number}.", rest.removesuffix(".weight")
+        name, layer = f"blocks.{inner_name}", f"model.layers.{number}."
+        inner, kind = _split(rest)
         if inner == "ffn.router.bias":
             yield ExportedTensor(f"{layer}mlp.moe_statics.e_score_correction_bias", name, itemgetter(None))
         elif inner.startswith("ffn.experts."):
             for expert in range(options.num_experts):
-                key = f"{layer}{names[inner].format(expert)}.weight"
+                key = f"{layer}{names[inner].format(expert)}.{kind}"
                 yield ExportedTensor(key, name, itemgetter(expert))
-        elif inner in turned:
-            yield ExportedTensor(f"{layer}{names[inner]}.weight", name, partial(_interleave_rotary, options=options))
+        elif inner in turned and kind != "input_scale":
+            yield ExportedTensor(f"{layer}{names[inner]}.{kind}", name, partial(_interleave_rotary, options=options))
         else:
-            yield ExportedTensor(f"{layer}{names[inner]}.weight", name)
+            yield ExportedTensor(f"{layer}{names[inner]}.{kind}", name)
     yield ExportedTensor("model.norm.weight", "norm.weight")
     if model.head is not None:
         yield ExportedTensor("lm_head.weight", "head.weight")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A layer's name and what of it a tensor is; experts are parameters without a name of their own."""
+    layer, _, kind = name.rpartition(".")
+    return (layer, kind) if kind in _KINDS else (name, "weight")
 
 
 def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:
@@ -124,6 +134,6 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
 
 
 def _interleave_rotary(weight: Tensor, options: ModelOptions) -> Tensor:
-    """Reorder rows (i, i + half) of each head of ``weight`` [heads · width, D] to (2i, 2i + 1)."""
+    """Reorder rows (i, i + half) of each head of ``weight`` [heads · width, ...] to (2i, 2i + 1)."""
     half = options.head_width // 2
     return weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)

@@ -2,9 +2,10 @@
 
 The reference GPT loads with ``LlamaForCausalLM.from_pretrained``, or with experts with the class under ``architectures`` in
 ``config.json``; the reference BERT loads with ``BertForMaskedLM``. A model of transformers is written with its own names,
-configuration and settings of generation. Of a ``PeftModel`` only the adapter is written, in peft's layout. Any other model is
-written with its own parameter names and without ``config.json``. A tensor with several names is written once, and the file lists
-its other names, as ``safetensors.torch.load_model`` expects.
+configuration and settings of generation. Quantized layers of these are in the format of compressed-tensors. Of a ``PeftModel``
+only the adapter is written, in peft's layout. Any other model is written with its own parameter names and without
+``config.json``. A tensor with several names is written once, and the file lists its other names, as
+``safetensors.torch.load_model`` expects.
 
 Tensors are written one at a time: with ``read`` the model may be on the meta device. Above ``max_shard_bytes`` they are split
 over several files, and ``model.safetensors.index.json`` maps tensors to files.
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from unisono.checkpoint.safetensors_format import build_header
 from unisono.errors import CheckpointError
 from unisono.interop import gpt
-from unisono.interop.bert import bert_config, bert_tensors
+from unisono.interop.bert import TIED, bert_config, bert_tensors
+from unisono.interop.compressed_tensors import compressed_tensors, quantization_config
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
@@ -220,20 +222,22 @@ def exported_config(model: nn.Module) -> dict[str, Any]:
 
 def _exported(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     if isinstance(model, GPT):
-        return list(gpt.gpt_tensors(model)), {}
+        return list(compressed_tensors(model, list(gpt.gpt_tensors(model)))), {}
     if isinstance(model, BERT):
-        return bert_tensors(model), {}
+        return list(compressed_tensors(model, bert_tensors(model))), {}
     if _is_adapter(model):
         return _adapter_names(model), {}
-    return _own_names(model)
+    named, tied = _own_names(model)
+    return (list(compressed_tensors(model, named)) if _is_of_transformers(model) else named), tied
 
 
 def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> dict[str, dict[str, Any]]:
     """The contents of the configuration files, by file name."""
     if isinstance(model, GPT):
-        return {_CONFIG: gpt.gpt_config(model, max_length, end_of_document)}
+        config = gpt.gpt_config(model, max_length, end_of_document)
+        return {_CONFIG: config | quantization_config(model, _names(model)[0], gpt.TIED)}
     if isinstance(model, BERT):
-        return {_CONFIG: bert_config(model)}
+        return {_CONFIG: bert_config(model) | quantization_config(model, _names(model)[0], TIED)}
     if _is_adapter(model):
         adapter: Any = cast(Any, model).peft_config[_active_adapter(model)]
         content: dict[str, Any] = {name: _plain(value) for name, value in adapter.to_dict().items()}
@@ -242,7 +246,10 @@ def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> 
         return {}
     theirs = cast(Any, model)
     config: dict[str, Any] = json.loads(theirs.config.to_json_string(use_diff=True))
-    configs = {_CONFIG: config | {"architectures": [_class_name(model)]}}
+    named, tied = _names(model)
+    outputs = [name.removesuffix(".weight") for name in tied]
+    config |= {"architectures": [_class_name(model)], **quantization_config(model, named, outputs)}
+    configs = {_CONFIG: config}
     if theirs.can_generate() and theirs.generation_config is not None:
         configs[_GENERATION] = json.loads(theirs.generation_config.to_json_string(use_diff=True))
     return configs

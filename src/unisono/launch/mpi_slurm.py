@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unisono.errors import LaunchError
+from unisono.errors import LaunchError, Problem
 from unisono.launch.forwarded_env import require_names
 from unisono.launch.hostfile import read_hostfile
 from unisono.launch.network_interface import interface_by_name
@@ -49,11 +49,24 @@ def mpirun(
     interface: str | None,
     forwarded: Mapping[str, str],
     options: LaunchOptions,
+    own_arguments: Sequence[str] = (),
 ) -> ExecCommand:
     """The mpirun command line. Ranks of several hosts meet at the first host of the file.
 
     Binding is turned off: mpirun would bind each rank to one core, which all its threads would share.
+
+    Args:
+        command: What each rank runs.
+        processes: Number of ranks; None: one, or one for each slot of the file.
+        hostfile: File of hosts.
+        interface: Network interface of Gloo and NCCL.
+        forwarded: Variables for the ranks.
+        options: Share of a rank in its host.
+        own_arguments: Further arguments of mpirun, which come last. With one about binding, binding is as it says.
+
+    Raises LaunchError for arguments of mpirun in the place of which this command has options.
     """
+    _require_no_counterparts(own_arguments)
     environ = dict(forwarded) | _interface(interface) | _secret_file()
     if hostfile is None:
         count = processes or 1
@@ -67,7 +80,9 @@ def mpirun(
         environ.setdefault("MASTER_ADDR", hosts[0].name)
         where = ["--hostfile", str(hostfile), *(["-n", str(processes)] if processes else [])]
     names = [part for name in require_names(environ) for part in ("-x", name)]
-    return ExecCommand(argv=["mpirun", *where, "--bind-to", "none", *names, *command], environ=environ)
+    is_bound = any(_name_of(word) in _BINDING for word in own_arguments)
+    binding = [] if is_bound else ["--bind-to", "none"]
+    return ExecCommand(argv=["mpirun", *where, *binding, *names, *own_arguments, *command], environ=environ)
 
 
 def srun(
@@ -87,6 +102,34 @@ def srun(
     count = ["--ntasks", str(processes)] if processes else []
     export = ["--export", ",".join(require_names(environ)) or "NONE"]
     return ExecCommand(argv=["srun", *count, "--kill-on-bad-exit=1", *export, "--", *command], environ=environ)
+
+
+# arguments of mpirun, by name without dashes, and the option of ``unisono launch`` that decides the same
+_COUNTERPARTS = {
+    **dict.fromkeys(("n", "np", "c"), "-n"),
+    **dict.fromkeys(("hostfile", "machinefile", "default-hostfile", "H", "host"), "--hostfile"),
+}
+_BINDING = ("bind-to", "bind-to-none", "bind-to-core", "bind-to-socket", "cpu-set", "rankfile", "rf")
+
+
+def _name_of(word: str) -> str:
+    """The name of an option of mpirun, which takes one dash or two; empty for another word."""
+    return word.lstrip("-").partition("=")[0] if word.startswith("-") else ""
+
+
+def _require_no_counterparts(words: Sequence[str]) -> None:
+    problems = [
+        Problem(
+            given=f"{word} among the arguments for mpirun",
+            rule=f"number and hosts of the ranks are options of this command: {option}",
+            consequence="nothing was started",
+            nearest=f"unisono launch --mpirun {option} …",
+        )
+        for word in words
+        if (option := _COUNTERPARTS.get(_name_of(word)))
+    ]
+    if problems:
+        raise LaunchError(*problems)
 
 
 def _interface(name: str | None) -> dict[str, str]:

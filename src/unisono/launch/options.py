@@ -55,6 +55,12 @@ class LaunchOptions:
         "Seconds a rank waits for its peers in one collective (60 or more at the start), and for MASTER_ADDR to resolve.",
         gt=0,
     )
+    collective_backend: str = option(
+        "auto",
+        "Back end of torch.distributed on the run's device: auto = the device's own (gloo, nccl, hccl by torch_npu); or a name "
+        "that torch or an entry point knows.",
+        applies_with="two ranks or more that meet (not plan.sync = dist_async)",
+    )
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
 
 

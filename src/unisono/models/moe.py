@@ -35,10 +35,12 @@ from torch import Tensor, nn
 
 from unisono.models.layers import matmul_dtype
 from unisono.models.options import ModelOptions
+from unisono.models.quantized import Form, rounded_weight
 from unisono.models.traced_experts import host_counts, split_at_limit
 
 BIAS_UPDATE_RATE = 1e-3  # DeepSeek-V3, section 4.2
 BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2
+EXPERT_MATRICES = ("gate", "up", "down")
 
 
 class Router(nn.Module):
@@ -92,11 +94,14 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """E stacked SwiGLU layers: gate and up [E, F, D], down [E, D, F].
 
-    A rank may hold some of the experts, or some of the hidden units of each; its output is then one term of a sum.
+    A rank may hold some of the experts, or some of the hidden units of each; its output is then one term of a sum. ``rounded``
+    has the form of each matrix that is trained with rounded numbers; a stored one is a module in its place
+    (``models.quantized_model``).
     """
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
+        self.rounded: dict[str, Form] = {}
         self.num_experts, self.capacity_factor = options.num_experts, options.capacity_factor
         self.gate = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
         self.up = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
@@ -135,13 +140,19 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert and ``counts`` [E] of rows per expert → outputs of the experts [M, D]."""
         hidden = self.hidden(rows, counts)
-        return _grouped_matmul(hidden, self.down.to(hidden.dtype), counts)
+        return _grouped_matmul(hidden, self._matrix("down").to(hidden.dtype), counts)
 
     def hidden(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] and ``counts`` [E] as for ``compute`` → hidden units [M, F]."""
         dtype = matmul_dtype(rows)
-        rows, gate, up = (tensor.to(dtype) for tensor in (rows, self.gate, self.up))
+        rows, gate, up = (tensor.to(dtype) for tensor in (rows, self._matrix("gate"), self._matrix("up")))
         return F.silu(_grouped_matmul(rows, gate, counts)) * _grouped_matmul(rows, up, counts)
+
+    def _matrix(self, name: str) -> Tensor:
+        matrix: Tensor | Callable[[], Tensor] = getattr(self, name)
+        if not isinstance(matrix, Tensor):
+            return matrix()
+        return rounded_weight(matrix, self.rounded[name]) if name in self.rounded else matrix
 
 
 class MoE(nn.Module):

@@ -69,6 +69,9 @@ class ClusterOptions:
     network_gbit_per_s: float | None = option(
         None, "Bandwidth from a device to other domains, in one direction.", ge=1e-5, le=1e6
     )
+    host_gb_per_s: float | None = option(
+        None, "Bandwidth from a device to the memory of its host, in one direction.", ge=1e-5, le=1e6
+    )
     efficiency: float | None = option(
         None, "Share of the peak that large matrix products were measured to reach.", ge=1e-3, le=1
     )
@@ -200,6 +203,8 @@ def as_cluster(options: ClusterOptions, *, place: str, num_devices: int = 0) -> 
         domain=domain,
         network_bytes_per_s=network / 8 * _GB if network else unlimited,
         efficiency=options.efficiency,
+        host_bytes_per_s=options.host_gb_per_s * _GB if options.host_gb_per_s else base.host_bytes_per_s,
+        host_link=place if options.host_gb_per_s else base.host_link,
     )
     if options.devices_per_domain is None:
         try:

@@ -35,6 +35,10 @@ class Device:
         source: Where the figures are from.
         efficiency: Share of the peak that large matrix products were measured to reach; None: as was fitted to published runs.
         architecture: Of its matrix units, which it has in common with other devices; empty if that is not known.
+        power_share: Power of the device over its peak in 16 bits, as a multiple of that of the first device of its architecture;
+            1 if that is not known. Large products are limited by power.
+        host_bytes_per_s: Bandwidth to the memory of its host, in one direction; 0 if no data sheet says it.
+        host_link: The link that this is the bandwidth of, and where that is said.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Device:
     source: str
     efficiency: float | None = None
     architecture: str = ""
+    power_share: float = 1.0
+    host_bytes_per_s: float = 0.0
+    host_link: str = ""
 
     def peak_flops(self, precision: Precision) -> float | None:
         """Peak of ``precision`` in FLOP/s; None if the device has none."""
@@ -74,15 +81,38 @@ def _device(
         network_bytes_per_s=network_gbit_per_s / 8 * _GB,
         source=source,
         architecture=next((arch for arch, names in _ARCHITECTURES.items() if name in names), ""),
+        power_share=_POWER_W[name] / tflops["bf16"] / _FIRST_W_PER_TFLOPS[name] if name in _POWER_W else 1.0,
+        host_bytes_per_s=next((gb_per_s * _GB for gb_per_s, _, names in _HOST_LINKS if name in names), 0.0),
+        host_link=next((link for _, link, names in _HOST_LINKS if name in names), ""),
     )
 
 
 # of devices for training; those for graphics have other matrix units under the same names
 _ARCHITECTURES: Final = {
-    "ampere": ("a100-40", "a100-80"),
+    "ampere": ("a100-80", "a100-40"),
     "hopper": ("h100", "h100-pcie", "h100-hbm2e", "h200", "gh200", "h800"),
-    "blackwell": ("b200", "gb200", "b300", "gb300"),
+    "blackwell": ("gb200", "b200", "b300", "gb300"),
 }
+# thermal design power of those, from the same data sheets; of the first of an architecture, over its peak
+_POWER_W: Final[Mapping[str, float]] = {
+    **{"a100-40": 400, "a100-80": 400},
+    **{"h100": 700, "h100-pcie": 350, "h100-hbm2e": 500, "h200": 700, "gh200": 700, "h800": 700},
+    **{"b200": 1000, "gb200": 1200, "b300": 1100, "gb300": 1400},
+}
+_FIRST_W_PER_TFLOPS: Final[Mapping[str, float]] = {
+    name: watts
+    for architecture, watts in (("ampere", 400 / 312), ("hopper", 700 / 989.4), ("blackwell", 1200 / 2500))
+    for name in _ARCHITECTURES[architecture]
+}
+# GB/s in one direction, by the data sheets of the devices. Those of a TPU say none
+_HOST_LINKS: Final = (
+    (16, "PCIe 3.0 x16", ("v100",)),
+    (32, "PCIe 4.0 x16", ("a100-40", "a100-80", "l40s", "rtx-4090", "rtx-a6000")),
+    (64, "PCIe 5.0 x16", ("h100", "h100-pcie", "h100-hbm2e", "h200", "h800", "b200", "mi300x")),
+    (128, "PCIe 6.0 x16", ("b300",)),
+    (450, "NVLink-C2C, half of the total", ("gh200",)),
+    (225, "NVLink-C2C of two devices, half of the total", ("gb200", "gb300")),
+)
 _ALL: Final = (
     _device("v100", 32, 0.9, 150, 8, 100, "NVIDIA V100 data sheet; DGX-2", fp16=125),
     _device("a100-40", 40, 1.555, 300, 8, 200, "NVIDIA A100 data sheet; DGX A100", bf16=312, fp16=312),

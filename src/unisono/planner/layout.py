@@ -9,12 +9,15 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.plan.options import Schedule
+from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
 from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced"]
+AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
@@ -44,6 +47,7 @@ class Layout:
         tp: Tensor-parallel ranks.
         pp: Pipeline ranks.
         stages_per_rank: Stages of each pipeline rank (an interleaved schedule has several); 0 if unknown.
+        schedule: Order of a pipeline's passes (``plan.pipeline_schedule``); None: 1f1b, or interleaved with several stages.
         cut: How blocks are distributed over the pipeline: ``balanced`` in whole blocks, with fewer beside the output matrix
             (``stage_blocks``); ``equal`` takes equal parts of all work, where the cut of a job is not known.
         cp: Ranks that share a sequence.
@@ -57,9 +61,12 @@ class Layout:
         recompute: What of the forward pass is computed again in the backward pass. ``selective`` takes no time here. ``partial``
             is full recompute of some blocks of each stage; the others keep all (Megatron-LM's ``--recompute-method block``).
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
+        offload: Whether what blocks keep for the backward pass waits in the memory of the host (``plan.offload``).
         compiled: Whether the model is compiled, which needs less memory.
         fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
-        flash_attention_2: Whether attention is FlashAttention-2 or older, without matrix instructions of devices after A100.
+        attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
+            devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
+        fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
     """
 
@@ -70,6 +77,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     stages_per_rank: int = 0
+    schedule: Schedule | None = None
     cut: Cut = "equal"
     cp: int = 1
     ep: int = 1
@@ -80,9 +88,11 @@ class Layout:
     seq_len: int = 1
     recompute: Recompute = "none"
     recomputed_blocks: tuple[int, ...] = ()
+    offload: bool = False
     compiled: bool = False
     fused_loss: bool = False
-    flash_attention_2: bool = False
+    attention_kernel: AttentionKernel = "new"
+    fused: bool = True
     states_in_16_bits: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +104,7 @@ class Layout:
         if self.pp * max(1, self.stages_per_rank) > model.layers + 2:
             stages = f"pp {self.pp} with {max(1, self.stages_per_rank)} stages per rank"
             raise LayoutError(stages, f"each stage has a layer, and the model has {model.layers}", "fewer stages")
+        self._check_schedule()
         if model.experts % self.ep if model.experts else self.ep > 1:
             raise LayoutError(
                 f"ep {self.ep}", f"it divides the model's {model.experts} experts", "a divisor of them, or 1"
@@ -112,6 +123,7 @@ class Layout:
             raise LayoutError(
                 f"zero 0 with {self.dp_shard} ranks that share states", "with zero 0 none are shared", "zero=1"
             )
+        self._check_offload()
         if self.precision not in self.device.tflops:
             raise LayoutError(f"precision {self.precision}", f"{self.device.name} does not compute it", "bf16 or fp16")
         if self.global_batch < self.dp * self.micro_batch:
@@ -128,6 +140,41 @@ class Layout:
                 f"partial recompute has one for each of {stages} stages, and no other has any",
                 "recompute full, without numbers",
             )
+
+    def _check_schedule(self) -> None:
+        if self.schedule is None:
+            return
+        stages, usual = self.stages_per_rank, STAGES_PER_RANK[self.schedule]
+        if self.pp == 1:
+            raise LayoutError(f"schedule {self.schedule} with pp 1", "it orders the passes of a pipeline", "pp=2")
+        if stages != usual and not (self.schedule == "interleaved" and stages > 1):
+            rule = "gpipe and 1f1b have one stage per rank, zbv two, interleaved two or more"
+            nearest = "schedule interleaved" if stages > 1 else "two stages per rank"
+            raise LayoutError(f"schedule {self.schedule} with {stages} stages per rank", rule, nearest)
+
+    def _check_offload(self) -> None:
+        if self.offload and (self.recompute != "none" or self.compiled):
+            raise LayoutError(
+                f"offload with recompute {self.recompute}" + (" of a compiled model" if self.compiled else ""),
+                "it moves what a block keeps; recomputed blocks keep next to nothing, compiled ones choose for themselves",
+                "recompute none, not compiled",
+            )
+        if self.offload and not self.device.host_bytes_per_s:
+            raise LayoutError(
+                f"offload on {self.device.name}",
+                "no bandwidth between this device and its host is known",
+                "a TOML file of the cluster with host_gb_per_s",
+            )
+
+    @property
+    def passes(self) -> Schedule:
+        """The order of a pipeline's passes: ``schedule``, or what it is where that is open."""
+        return self.schedule or ("interleaved" if self.stages_per_rank > 1 else "1f1b")
+
+    @property
+    def head_rank(self) -> int:
+        """The pipeline rank of the last stage, which has the output matrix."""
+        return 0 if self.passes == "zbv" else self.pp - 1
 
     @property
     def dp(self) -> int:

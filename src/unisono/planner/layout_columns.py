@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from unisono.errors import nearest_name
+from unisono.plan.options import Schedule
+from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, Cut, Layout, LayoutError, Recompute
+from unisono.planner.layout import ZERO_STAGES, AttentionKernel, Cut, Layout, LayoutError, Recompute
 from unisono.planner.model_files import is_model_file, read_model
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
@@ -22,7 +24,7 @@ _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
     *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
-    *("recomputed_blocks", "cut", "notes"),
+    *("recomputed_blocks", "offload", "cut", "schedule", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -33,7 +35,7 @@ _SELECTIVE: Final = re.compile(r"selective.*|remat:.*")
 _NONE: Final = ("none", "")
 
 
-def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layout:
+def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust_python: bool = False) -> Layout:
     """The layout of a job, by the columns of ``COLUMNS``; other columns are not read.
 
     ``cluster`` takes the place of ``gpu_type`` and ``gpus``. ``gpu_type`` may be a TOML file, whose devices are all used unless
@@ -43,15 +45,16 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled, the loss fused or attention FlashAttention-2. A precision such as ``bf16-true`` has all states in 16 bits. With
-    ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a
-    single number is that of every stage.
+    compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or one with stored scores; a ``schedule``
+    has its usual number of stages. A precision such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``,
+    ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a single number is that
+    of every stage.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
         ConfigError: A file of a cluster or of a model is wrong.
     """
-    model = _model(row)
+    model = _model(row, trust_python=trust_python)
     cluster = cluster or _cluster(row)
     device, num_devices = cluster.device, cluster.num_devices
     seq_len = _count(row, "seq_len") or model.max_seq_len or DEFAULT_SEQ_LEN
@@ -61,7 +64,10 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
     global_batch = _number(row, "global_batch")
     micro_batch = _number(row, "micro_batch") or _default_micro_batch(seq_len, global_batch / replicas)
     virtual = re.search(r"\b(?:VPP?|virtual stages)\W{0,3}(\d+)", row.get("notes", ""), re.IGNORECASE)
-    stages_per_rank = int(virtual[1]) if virtual and pp > 1 else 0
+    schedule = _schedule(row.get("schedule", ""))
+    stages_per_rank = STAGES_PER_RANK[schedule] if schedule else 0
+    if virtual and pp > 1:
+        stages_per_rank = int(virtual[1])
     layout = Layout(
         model=model,
         device=device,
@@ -70,6 +76,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         tp=tp,
         pp=pp,
         stages_per_rank=stages_per_rank,
+        schedule=schedule,
         cut=_cut(row.get("cut", "")),
         cp=cp,
         ep=ep,
@@ -80,8 +87,10 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None) -> Layou
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
         recomputed_blocks=_blocks(row.get("recomputed_blocks", ""), pp * max(1, stages_per_rank)),
+        offload=_offload(row.get("offload", "")),
         compiled="compile" in row.get("notes", "").lower(),
-        flash_attention_2="flashattention-2" in row.get("notes", "").lower(),
+        attention_kernel=_attention_kernel(row.get("notes", "").lower()),
+        fused=not re.search(r"\beager\b", row.get("notes", ""), re.IGNORECASE),
         fused_loss="fused loss" in row.get("notes", "").lower(),
         states_in_16_bits="true" in row.get("precision", "").lower(),
     )
@@ -111,11 +120,11 @@ def _default_micro_batch(seq_len: int, share: float) -> float:
     return min(wanted, max(1, math.floor(share))) if share else wanted
 
 
-def _model(row: Mapping[str, str]) -> ModelShape:
+def _model(row: Mapping[str, str], *, trust_python: bool) -> ModelShape:
     name = row.get("model", "")
     given = {column: value for column in _SHAPE if (value := _count(row, column))}
     if is_model_file(name):
-        return _model_of_file(name, given)
+        return _model_of_file(name, given, seq_len=_count(row, "seq_len"), trust_python=trust_python)
     if "lora" in name.lower() or "nf4" in row.get("precision", ""):
         raise LayoutError(
             f"model {name!r}, of which only adapters are trained", "all parameters are trained", "the model alone"
@@ -129,11 +138,11 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     return shape
 
 
-def _model_of_file(name: str, given: Mapping[str, int]) -> ModelShape:
+def _model_of_file(name: str, given: Mapping[str, int], *, seq_len: int, trust_python: bool) -> ModelShape:
     if given:
         columns = ", ".join(f"{column}={value}" for column, value in given.items())
         raise LayoutError(f"model {name!r} with {columns}", "a file describes the whole shape", "the file alone")
-    return read_model(name)
+    return read_model(name, seq_len=seq_len, trust_python=trust_python)
 
 
 def _own_model(name: str, given: Mapping[str, int], *, has_experts: bool) -> ModelShape:
@@ -197,6 +206,14 @@ def _blocks(text: str, stages: int) -> tuple[int, ...]:
     return counts * stages if len(counts) == 1 else counts
 
 
+def _attention_kernel(notes: str) -> AttentionKernel:
+    if "stored scores" in notes:
+        return "stored"
+    if "flashattention-1" in notes:
+        return "flash-1"
+    return "flash-2" if "flashattention-2" in notes else "new"
+
+
 def _zero(text: str, default: int) -> int:
     if not text:
         return default
@@ -212,6 +229,23 @@ def _cut(text: str) -> Cut:
     if text:
         raise LayoutError(f"cut {text!r}", "it is balanced, equal or empty", "cut=balanced")
     return "equal"
+
+
+def _offload(text: str) -> bool:
+    if text not in ("", "false", "true"):
+        raise LayoutError(f"offload {text!r}", "it is true, false or empty", "offload=true")
+    return text == "true"
+
+
+def _schedule(text: str) -> Schedule | None:
+    for schedule in STAGES_PER_RANK:
+        if text == schedule:
+            return schedule
+    if text:
+        raise LayoutError(
+            f"schedule {text!r}", f"it is {', '.join(STAGES_PER_RANK)} or empty", nearest_name(text, STAGES_PER_RANK)
+        )
+    return None
 
 
 def _near(name: str, known: Mapping[str, object]) -> str:

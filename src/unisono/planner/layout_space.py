@@ -11,22 +11,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.plan.options import Schedule
+from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
 from unisono.planner.layout import ZERO_STAGES, Layout, Recompute
 from unisono.planner.model_shape import ModelShape
 
-AXES: Final = ("tp", "pp", "stages_per_rank", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute")
+AXES: Final = (
+    *("tp", "pp", "stages_per_rank", "schedule", "cp", "ep", "zero", "dp_shard", "micro_batch", "recompute", "offload"),
+)
 # shorter sequences are not divided: few published runs divide any, so what that costs is the least certain part of a prediction
 LEAST_CP_TOKENS: Final = 32768
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of all blocks
+OFFLOAD: Final = "offload"  # not enumerated either, unless pinned (``offloading``)
 PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
 _MOST_STAGES: Final = 10  # of a rank
+SCHEDULES: Final = tuple(STAGES_PER_RANK)
+WORDS: Final = ("schedule", "recompute")  # axes whose values are no numbers
 _MOST_RANKS: Final = 64  # of tp and cp whose rule is told
 
-Value = int | str
+Value = int | str  # of an axis; a bool of ``offload``
+
+
+def value_text(value: Value) -> str:
+    """A value as pins have it."""
+    return str(value).lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +98,8 @@ class Space:
     def _reason(self, axis: str, value: Value) -> str:
         """The rule that keeps most layouts with this value out."""
         counts = self._reasons[axis, value]
-        return _rule(self.job, axis, value) or (counts.most_common(1)[0][0] if counts else "")
+        told = _rule(self.job, axis, value) or (counts.most_common(1)[0][0] if counts else "")
+        return told or ("it orders the passes of a pipeline, and no layout has one" if axis == "schedule" else "")
 
     def _refuse(self, reason: str, **values: Value) -> None:
         for axis, value in values.items():
@@ -135,50 +148,82 @@ class Space:
                 self._refuse("it divides a replica's share of the global batch", micro_batch=micro_batch)
                 continue
             micro_batches = share // micro_batch
-            if pp == 1 and "stages_per_rank" in self.job.pins:
-                continue  # a rank has stages in a pipeline alone
+            if pp == 1 and not self.job.pins.keys().isdisjoint(("stages_per_rank", "schedule")):
+                continue  # a rank has stages, and an order of passes, in a pipeline alone
             for stages in self._values("stages_per_rank") if pp > 1 else [0]:
-                if pp > 1 and micro_batches < pp:
-                    rule = "a replica has at least as many micro-batches as the pipeline has ranks"
-                    self._refuse(rule, pp=pp, micro_batch=micro_batch)
-                    continue
-                if stages > 1 and (pp * stages > self.job.model.layers or micro_batches % pp):
-                    rule = "each stage has a block, and with several stages per rank pp divides the micro-batches"
-                    self._refuse(rule, stages_per_rank=stages)
+                if stages > 1 and pp * stages > self.job.model.layers:
+                    self._refuse("each stage has a block", stages_per_rank=stages, schedule=_of_stages(stages))
                     continue
                 uneven = stages > 1 and math.ceil(self.job.model.layers / pp) % stages
                 if uneven and "stages_per_rank" not in self.job.pins:
                     # with unequal stages ranks wait for each other, up to a tenth of a step (``pipeline_timeline``)
-                    self._refuse("all stages of a rank have as many blocks", stages_per_rank=stages)
+                    rule = "all stages of a rank have as many blocks"
+                    self._refuse(rule, stages_per_rank=stages, schedule=_of_stages(stages))
                     continue
-                for zero, dp_shard in self._sharings(dp, cp):
-                    for ep in self._values("ep"):
-                        if ep > 1 and (dp_shard * cp % ep or zero == 0):
-                            self._refuse("it divides the dp_shard x cp ranks that share states", ep=ep)
-                            continue
-                        for recompute in self._recomputes(zero):
-                            yield self._layout(tp, pp, cp, stages, zero, dp_shard, ep, micro_batch, recompute)
+                for schedule in self._schedules(pp, stages, micro_batches) if pp > 1 else [None]:
+                    for zero, dp_shard in self._sharings(dp, cp, schedule):
+                        for ep in self._values("ep"):
+                            if ep > 1 and (dp_shard * cp % ep or zero == 0):
+                                self._refuse("it divides the dp_shard x cp ranks that share states", ep=ep)
+                                continue
+                            for recompute in self._recomputes(zero, schedule):
+                                yield self._layout(
+                                    tp, pp, cp, stages, schedule, zero, dp_shard, ep, micro_batch, recompute
+                                )
 
-    def _sharings(self, dp: int, cp: int) -> Iterator[tuple[int, int]]:
+    def _schedules(self, pp: int, stages: int, micro_batches: int) -> Iterator[Schedule]:
+        """Orders of the passes of so many ranks with so many stages each (``plan.validate``)."""
+        pin = self.job.pins.get("schedule")
+        for schedule in SCHEDULES:
+            if pin not in (None, schedule):
+                continue
+            if stages != STAGES_PER_RANK[schedule] and not (schedule == "interleaved" and stages > 1):
+                continue
+            if schedule == "gpipe":
+                if pin is None and micro_batches >= pp:
+                    self._refuse("it takes as long as 1f1b, and holds all micro-batches", schedule=schedule)
+                    continue
+            elif micro_batches < pp:
+                rule = "a replica has at least as many micro-batches as the pipeline has ranks, except with gpipe"
+                self._refuse(rule, pp=pp, stages_per_rank=stages, schedule=schedule)
+                continue
+            if schedule == "interleaved" and micro_batches % pp:
+                self._refuse("pp divides the micro-batches", stages_per_rank=stages, schedule=schedule)
+                continue
+            if schedule == "zbv" and self.job.precision in ("fp8", "fp4"):
+                rule = f"layers whose gradients of weights are computed later have no {self.job.precision} products"
+                self._refuse(rule, schedule=schedule)
+                continue
+            yield schedule
+
+    def _sharings(self, dp: int, cp: int, schedule: Schedule | None) -> Iterator[tuple[int, int]]:
         """ZeRO stages with data ranks that share states: none, those within a domain of fast links, or all."""
         pins = self.job.pins
         within = max(n for n in _powers(self.job.device.domain) if dp % n == 0)
         for zero in self._values("zero"):
             for dp_shard in [int(pins["dp_shard"])] if "dp_shard" in pins else sorted({1, within, dp}):
-                if dp % dp_shard == 0 and (zero == 0) == (dp_shard * cp == 1):
+                if schedule == "zbv" and dp_shard * cp > 1:
+                    self._refuse("gradients of weights that zbv computes later are not shared", schedule=schedule)
+                elif dp % dp_shard == 0 and (zero == 0) == (dp_shard * cp == 1):
                     yield zero, dp_shard
                 elif zero and dp_shard * cp == 1:
                     self._refuse("states are shared by several data ranks", zero=zero)
                 elif zero == 0:
                     self._refuse("ranks of a sequence share states", zero=zero)
 
-    def _recomputes(self, zero: int) -> Iterator[Recompute]:
+    def _recomputes(self, zero: int, schedule: Schedule | None) -> Iterator[Recompute]:
         pin = self.job.pins.get("recompute")
-        for recompute in RECOMPUTE:
+        for recompute in RECOMPUTE if not self.job.pins.get(OFFLOAD) else RECOMPUTE[:1]:
             if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
+                continue
+            if recompute == "selective" and self.job.model.traced:
+                self._refuse("what it keeps of a model of one's own is not known", recompute=recompute)
                 continue
             if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
                 self._refuse("predicted as none where ranks share no gradients", recompute=recompute)
+                continue
+            if recompute != "none" and schedule == "zbv" and pin is None:
+                self._refuse("zbv keeps for gradients of weights what is recomputed", recompute=recompute)
                 continue
             yield recompute
 
@@ -188,6 +233,7 @@ class Space:
         pp: int,
         cp: int,
         stages: int,
+        schedule: Schedule | None,
         zero: int,
         dp_shard: int,
         ep: int,
@@ -204,6 +250,7 @@ class Space:
             tp=tp,
             pp=pp,
             stages_per_rank=stages,
+            schedule=schedule,
             cut="balanced",
             cp=cp,
             ep=ep,
@@ -213,6 +260,7 @@ class Space:
             global_batch=job.global_batch,
             seq_len=job.seq_len,
             recompute=recompute,
+            offload=bool(job.pins.get(OFFLOAD, False)),
             compiled=job.compiled,
         )
 
@@ -233,13 +281,17 @@ def _candidates(job: Job, axis: str) -> Sequence[Value]:
         return ZERO_STAGES
     if axis == "micro_batch":
         return _powers(_MOST_MICRO_BATCH)
+    if axis == "schedule":
+        return SCHEDULES
     return RECOMPUTE if axis == "recompute" else ()
 
 
 def _rule(job: Job, axis: str, value: Value) -> str:
     """The rule that any layout with this value would break; empty if there is none. A pinned ``tp`` may leave the domain."""
-    model, count = job.model, int(value) if axis != "recompute" else 0
+    model, count = job.model, value if isinstance(value, int) else 0
     if axis == "tp":
+        if model.traced and count > 1:
+            return "layers of a model of one's own are not divided"
         if count > job.device.domain:
             return f"fast links connect {job.device.domain} devices"
         if model.heads % count or model.ffn % count or (model.kv_heads % count and count % model.kv_heads):
@@ -259,6 +311,11 @@ def _rule(job: Job, axis: str, value: Value) -> str:
     if axis == "ep" and count > 1 and not model.experts:
         return "the model has no experts"
     return ""
+
+
+def _of_stages(stages: int) -> Schedule:
+    """The schedule whose only value is that of ``stages``."""
+    return "zbv" if stages == 2 else "interleaved"
 
 
 def _powers(most: int) -> list[int]:

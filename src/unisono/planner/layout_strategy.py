@@ -14,6 +14,7 @@ from unisono.planner.layout import Layout
 from unisono.planner.stage_blocks import blocks_per_stage
 from unisono.storage.files import write_atomically
 
+ACCELERATOR: Final = "accelerator"  # in place of a type of torch, where the type does not matter
 # what a layout decides; the rest of a plan is left to the settings of the run
 _FIELDS: Final = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
@@ -41,13 +42,15 @@ def plan_of(layout: Layout) -> Plan:
         sequence_parallel=layout.tp > 1,
         cp=layout.cp,
         pp=layout.pp,
-        schedule="interleaved" if layout.stages_per_rank > 1 else "1f1b",
+        schedule=layout.passes,
         ep=layout.ep,
         precision=layout.precision,
+        offload=layout.offload,
         recompute="full" if layout.recompute == "partial" else layout.recompute,
     )
-    # no rule of these options depends on the device, and the file does not name one
-    plan = derive_plan(options, world_size=layout.num_devices, device="cpu", native_bf16=True)
+    # one rule of these options depends on the device: nothing is moved to the host from the CPU
+    device = ACCELERATOR if layout.offload else "cpu"
+    plan = derive_plan(options, world_size=layout.num_devices, device=device, native_bf16=True)
     if layout.pp > 1:
         plan = plan.updated(pipeline={"layers_per_stage": blocks_per_stage(layout)})
     if layout.recompute == "partial":
@@ -66,6 +69,8 @@ def strategy(layout: Layout) -> dict[str, Any]:
         groups["pipeline"] = {name: plan["pipeline"][name] for name in ("schedule", "layers_per_stage")}
     if layout.recompute == "partial":
         groups["recompute"]["blocks_per_stage"] = plan["recompute"]["blocks_per_stage"]
+    if layout.offload:
+        groups["recompute"]["offload"] = True
     if layout.tp > 1:  # as its memory is predicted
         groups["tensor_parallel"] = {"sequence_parallel": True}
     return {"version": VERSION, **groups}

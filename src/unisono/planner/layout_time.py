@@ -17,7 +17,7 @@ from unisono.planner.step_time import StepParts, efficiencies, fitted_constants,
 from unisono.planner.step_work import count_work
 
 # parts of a step that are no work of a pass; all others are, of blocks or of the output matrix
-OUTSIDE: Final = frozenset({"imbalance", "bubble", "gradients", "stragglers"})
+OUTSIDE: Final = frozenset({"imbalance", "bubble", "gradients", "optimizer", "stragglers"})
 
 
 def layout_time(layouts: Sequence[Layout]) -> StepParts:
@@ -69,9 +69,11 @@ def _mixed(layouts: Sequence[Layout], none: StepParts, full: StepParts) -> dict[
     )
     block_s, full_block_s = (_block_s(each, layers / pp) for each in (none, full))
     passes_s = (blocks - recomputed) * block_s[which] + recomputed * full_block_s[which]
-    # the last rank has all of the output matrix; of an equal cut each rank has a part
+    # the rank of the last stage has all of the output matrix; of an equal cut each rank has a part
     passes_s += np.where(is_balanced > 0, 0, parts["lm_head"])[which]
-    passes_s[starts + np.array(counts) - 1] += np.where(is_balanced > 0, parts["lm_head"] * pp, 0)
+    passes_s[starts + np.array([layout.head_rank for layout in layouts])] += np.where(
+        is_balanced > 0, parts["lm_head"] * pp, 0
+    )
     busy = np.sum(tuple(seconds for name, seconds in parts.items() if name not in OUTSIDE), axis=0)
     parts["imbalance"] = np.maximum(0, np.maximum.reduceat(passes_s, starts) - busy) * (pp > 1)
     alone = np.sum(tuple(parts.values()), axis=0)

@@ -1,9 +1,10 @@
-"""Models by name or as files: presets, folders of Hugging Face, and configurations of runs. Imports no torch."""
+"""Models by name or as files: presets, folders of Hugging Face, configurations of runs, code. Imports torch to trace a model."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
@@ -19,25 +20,34 @@ from unisono.tasks.model_names import DEFAULT_EXPERTS, MODELS, default_model
 from unisono.tasks.options import LANGUAGE_MODELS
 from unisono.train.config import AUTO, RunConfig
 
-_SUFFIXES: Final = (".json", ".toml")
+_SUFFIXES: Final = (".json", ".toml", ".py")
+DEFAULT_TOKENS: Final = 2048  # of a sequence of a model whose code does not say it
 _SHAPED: Final = ("gpt", "moe", "bert")
 
 
 def is_model_file(name: str) -> bool:
     """Whether ``name`` is that of a file or folder, and not of a model. The name of a preset is never that of a folder."""
-    if name.lower().endswith(_SUFFIXES) or name.startswith((".", "/", "~")):
+    if name.lower().endswith(_SUFFIXES) or ".py:" in name or name.startswith((".", "/", "~")):
         return True
     return name.lower() not in PRESETS and os.path.isdir(name)
 
 
-def read_model(name: str) -> ModelShape:
+def read_model(name: str, *, seq_len: int = 0, trust_python: bool = False) -> ModelShape:
     """The shape of the model of a file or folder.
 
-    ``name`` is a ``config.json`` of Hugging Face, the configuration of a run in TOML, or a folder with one of them.
+    ``name`` is a ``config.json`` of Hugging Face, the configuration of a run (TOML or Python), a folder with one of them, or
+    ``FILE.py:NAME``. Code of one's own is run, and its model traced.
+
+    Args:
+        name: The file or folder.
+        seq_len: Tokens of a sequence that a model of one's own is traced with; 0: as configured, or ``DEFAULT_TOKENS``.
+        trust_python: Whether a Python file that a run's folder names is run that was not run before (``config.trust``).
 
     Raises:
         ConfigError: It cannot be read, or describes no model that a shape can be of.
     """
+    if ".py:" in name:
+        return _shape_of_code(name, seq_len or DEFAULT_TOKENS)
     path, fault = look_up(name)
     given = f"model {quoted(name, MAX_SHOWN_PATH)}"
     if not fault and path.is_dir():
@@ -55,12 +65,27 @@ def read_model(name: str) -> ModelShape:
             "a model is a preset, a file or a folder that can be read",
             "llama-3-8b, or a path that exists",
         )
-    return _configured_shape(path) if path.suffix.lower() == ".toml" else hugging_face_shape(path)
+    if path.suffix.lower() == ".json":
+        return hugging_face_shape(path)
+    return _configured_shape(path, seq_len, trust_python=trust_python)
 
 
-def _configured_shape(path: Path) -> ModelShape:
-    """The shape of the built-in model of a run's configuration, for sequences of ``data.seq_len`` tokens."""
-    config = load_config(RunConfig, [path]).value
+def _shape_of_code(name: str, tokens: int) -> ModelShape:
+    """The shape of ``FILE.py:NAME``: a module, or a class or function without arguments that makes it."""
+    from torch import nn
+
+    from unisono.config.python_file import read_objects
+    from unisono.planner.traced_shape import traced_shape
+
+    (code,) = read_objects(os.path.expanduser(name))
+    return traced_shape(
+        code.value if isinstance(code.value, nn.Module) else code.call, tokens=tokens, given=f"model {name}"
+    )
+
+
+def _configured_shape(path: Path, seq_len: int, *, trust_python: bool) -> ModelShape:
+    """The shape of the model of a run's configuration, for sequences of ``data.seq_len`` tokens."""
+    config = load_config(RunConfig, [path], trust_python=trust_python).value
     if config.model.pretrained:
         raise _refused(
             f"{path}: model.pretrained = {config.model.pretrained!r}",
@@ -70,6 +95,13 @@ def _configured_shape(path: Path) -> ModelShape:
     kind, name = config.task.kind, config.components.model
     if name == AUTO:
         name = default_model(kind)
+    installed = {each.name for each in entry_points(group="unisono.models")}
+    if (not isinstance(name, str) or name in installed) and kind in LANGUAGE_MODELS and not config.model.pretrained:
+        from unisono.planner.traced_shape import traced_shape
+        from unisono.train.build import own_model
+
+        tokens = seq_len or config.data.seq_len
+        return traced_shape(lambda: own_model(config), tokens=tokens, given=f"{path}: components.model")
     if name not in _SHAPED or kind not in LANGUAGE_MODELS or kind not in MODELS[str(name)]:
         raise _refused(
             f"{path}: components.model {name if isinstance(name, str) else 'of your own'!r} for task.kind {kind!r}",

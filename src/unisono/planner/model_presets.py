@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from unisono.planner.model_shape import ModelShape
 
@@ -13,7 +13,7 @@ def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, tied: bool = False, **more: int
 ) -> ModelShape:
     """With a gate; a head has ``hidden / heads`` dimensions unless ``head_dim`` is given."""
-    sizes = {"head_dim": hidden // heads, **more}
+    sizes: dict[str, Any] = {"head_dim": hidden // heads, **more}
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -29,7 +29,13 @@ def _llama(
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, *, tied: bool = True, **more: int) -> ModelShape:
     """Without a gate, four times as wide in between; trained on 2,048 tokens unless it is said."""
-    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": 4 * hidden, "max_seq_len": 2048, **more}
+    sizes: dict[str, Any] = {
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn": 4 * hidden,
+        "max_seq_len": 2048,
+        **more,
+    }
     return ModelShape(layers=layers, hidden=hidden, heads=heads, gated=False, vocab=vocab, tied=tied, **sizes)
 
 

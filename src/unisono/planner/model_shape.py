@@ -6,6 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TracedBlocks:
+    """Counts of the blocks of a traced model, in place of those that follow from a shape (``traced_shape``).
+
+    Attributes:
+        params: Parameters of all blocks.
+        products: Multiplications of one token with matrices, in all blocks.
+        score_dims: ``ModelShape.score_dims``, the mean over the blocks.
+        kept_bytes: ``ModelShape.block_activation_bytes``.
+        saved_bytes: ``ModelShape.block_offload_bytes``.
+    """
+
+    params: int
+    products: int
+    score_dims: float
+    kept_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A stack of equal transformer blocks between an embedding and an output matrix.
 
@@ -31,6 +50,7 @@ class ModelShape:
         other_params: Parameters of no matrix above, in all blocks and beside them: norms, biases, learned positions. They are
             held and sent, and take no time to compute with. 0 if they are not counted, as in the presets.
         max_seq_len: Tokens of a sequence that it is trained on; 0 if unknown.
+        traced: Counts of its blocks, of a model whose heads and hidden units are not known; those are then 1 and ``hidden``.
     """
 
     layers: int
@@ -53,6 +73,7 @@ class ModelShape:
     expert_period: int = 1
     other_params: int = 0
     max_seq_len: int = 0
+    traced: TracedBlocks | None = None
 
     @property
     def attention_params(self) -> int:
@@ -85,6 +106,8 @@ class ModelShape:
     @property
     def dense_params(self) -> int:
         """Parameters of the blocks that every token passes: all but the experts."""
+        if self.traced:
+            return self.traced.params
         dense_units = (self.dense_ffn or self.ffn) if self.experts else self.ffn
         shared = self.feed_forward_params(self.shared_ffn) + self.hidden * self.experts  # with the router
         return (
@@ -94,22 +117,31 @@ class ModelShape:
         )
 
     @property
+    def dense_products(self) -> int:
+        """Multiplications of one token with these matrices; a traced model may use some several times, or for no token."""
+        return self.traced.products if self.traced else self.dense_params
+
+    @property
     def params(self) -> int:
         """All parameters that are counted."""
-        matrices = self._with_experts(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
+        matrices = (
+            self.dense_params + self._expert_params(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
+        )
         return matrices + self.other_params
 
     @property
     def active_params(self) -> int:
         """Those that multiply the activations of one token: without the embedding and the experts that it is not sent to."""
-        return self._with_experts(self.experts_per_token) + self.vocab * self.hidden
+        return self.dense_products + self._expert_params(self.experts_per_token) + self.vocab * self.hidden
 
-    def _with_experts(self, experts: int) -> int:
-        return self.dense_params + self.expert_layers * experts * self.expert_params
+    def _expert_params(self, experts: int) -> int:
+        return self.expert_layers * experts * self.expert_params
 
     @property
     def score_dims(self) -> float:
         """Multiplications of one query with one key, and of its weight with the value, over all heads: half of their sum."""
+        if self.traced:
+            return self.traced.score_dims
         return self.heads * (self.head_dim + (self.rope_dim / 2 if self.kv_rank else 0))
 
     @property
@@ -121,6 +153,8 @@ class ModelShape:
         Source:
             Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1; Dao et al. 2022 (arXiv 2205.14135).
         """
+        if self.traced:
+            return self.traced.kept_bytes
         # inputs of both norms, outputs of both, queries, keys, values and weighted values
         attention = 2 * (4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)) + 4 * self.heads
         # of each matrix: gate, up, their activation and their product; or up and its activation
@@ -137,6 +171,18 @@ class ModelShape:
         of_experts = self.experts_per_token * self.ffn + self.shared_ffn
         dense_layers = self.layers - self.expert_layers
         return (dense_layers * (self.dense_ffn or self.ffn) + self.expert_layers * of_experts) / self.layers
+
+    @property
+    def block_offload_bytes(self) -> float:
+        """Bytes of one token that a block sends to the host, once for each operation that saves them: the mean over the blocks.
+
+        Beyond those that it keeps in 16 bits: inputs of both norms in 32 bits; those of queries, keys and values three times;
+        those of a gate and its units twice; the output of attention twice.
+        """
+        if self.traced:
+            return self.traced.saved_bytes
+        again = 2 * (self.heads * self.head_dim + (5 if self.gated else 4) * self.hidden)
+        return self.block_activation_bytes + again
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token, with attention over the whole square as published figures count it.

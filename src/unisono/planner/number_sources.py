@@ -39,12 +39,22 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "context_parallel": Source(
         kind="modelled", text="keys and values at the bandwidth of the data sheet, behind attention (arXiv 2310.01889)"
     ),
+    "offload": Source(
+        kind="modelled",
+        text="what operations of blocks save, out and back at the bandwidth of the host link (data sheet), beside nothing else",
+    ),
     "imbalance": Source(
         kind="modelled", text="work of the rank with most blocks, or with the output matrix, over the mean"
     ),
-    "bubble": Source(kind="modelled", text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473)"),
+    "bubble": Source(
+        kind="modelled",
+        text="(p - 1) / (m v) of the time that a rank is busy (arXiv 2104.04473); of zbv by its order (arXiv 2401.10241)",
+    ),
     "sharding": _fitted("passes of the ZeRO stage over parameters with each micro-batch (arXiv 1910.02054)"),
     "gradients": _fitted("bytes of the ZeRO stage once in a step (arXiv 1910.02054)"),
+    "optimizer": Source(
+        kind="modelled", text="30 bytes of each parameter of AdamW at the memory bandwidth of the data sheet"
+    ),
     "stragglers": _fitted("a part of the step for each doubling of the devices"),
     "needed_bytes": Source(kind="modelled", text="the sum of the parts of the memory but the allocator's"),
     "states": Source(
@@ -53,7 +63,10 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "gathered": Source(
         kind="modelled", text="parameters of two blocks and gradients of one, and what lies outside of blocks"
     ),
-    "activations": Source(kind="modelled", text="what a block keeps (arXiv 2205.05198) for each micro-batch in flight"),
+    "activations": Source(
+        kind="modelled",
+        text="what a block keeps (arXiv 2205.05198) for each micro-batch in flight; none of it with offload",
+    ),
     "recomputed": Source(kind="modelled", text="what one block keeps while its backward pass runs"),
     "logits": Source(kind="modelled", text="12 bytes for each logit of a micro-batch, 4 with a fused loss"),
     "allocator": Source(

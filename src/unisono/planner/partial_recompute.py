@@ -24,7 +24,7 @@ def least_recompute(layouts: Sequence[Layout], limit_bytes: float, *, is_pinned:
     Left out are those that fit as they are, or not with all blocks recomputed either. If partial recompute ``is_pinned``, these
     recompute one block, and all but one.
     """
-    layouts = [layout for layout in layouts if _has_whole_blocks(layout) and layout.model.layers > 1]
+    layouts = [layout for layout in layouts if _can_be_partial(layout) and layout.model.layers > 1]
     if not layouts:
         return []
     ends = np.cumsum([layout.pp for layout in layouts])
@@ -36,7 +36,7 @@ def least_recompute(layouts: Sequence[Layout], limit_bytes: float, *, is_pinned:
             counts[0] += not counts.any()
             counts[-1] -= bool((counts == blocks).all())
         if counts.any() and (counts <= blocks).all() and (counts < blocks).any():
-            found.append(with_blocks(layout, spread_over_stages(list(map(int, counts)), layout.stages_per_rank)))
+            found.append(with_blocks(layout, spread_over_stages(layout, list(map(int, counts)))))
     return found
 
 
@@ -45,7 +45,7 @@ def pinned_recompute(layouts: Sequence[Layout], count: int) -> list[Layout]:
     found: list[Layout] = []
     for layout in layouts:
         blocks = blocks_per_stage(layout)
-        if _has_whole_blocks(layout) and count < max(blocks):
+        if _can_be_partial(layout) and count < max(blocks):
             found.append(with_blocks(layout, tuple(min(count, each) for each in blocks)))
     return found
 
@@ -55,8 +55,9 @@ def with_blocks(layout: Layout, blocks: tuple[int, ...]) -> Layout:
     return replace(layout, recompute="partial", recomputed_blocks=blocks)
 
 
-def _has_whole_blocks(layout: Layout) -> bool:
-    return layout.pp * max(1, layout.stages_per_rank) <= layout.model.layers
+def _can_be_partial(layout: Layout) -> bool:
+    # what waits for weight gradients of zbv is kept, recomputed or not (``peak_memory``)
+    return layout.pp * max(1, layout.stages_per_rank) <= layout.model.layers and layout.passes != "zbv"
 
 
 def _least_counts(layouts: Sequence[Layout], limit_bytes: float) -> Numbers:

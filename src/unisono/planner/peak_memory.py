@@ -14,10 +14,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.plan.options import Schedule
 from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_columns
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 from unisono.planner.step_time import fitted_constants
+from unisono.planner.step_work import offloaded_bytes
 
 _BYTES: Final = 2  # of an activation
 # of each parameter with AdamW, by ZeRO stage: what each rank holds, and what ranks share. The passes need a weight in 16 bits and
@@ -78,7 +80,7 @@ class StageMemory:
         gathered: Parameters and gradients of blocks while they are used.
         activations: Of all micro-batches in flight.
         recomputed: Beyond these, while a block's backward pass runs.
-        logits: Of one micro-batch; 0 on all ranks but the last.
+        logits: Of one micro-batch; 0 on all ranks but that of the last stage.
     """
 
     rank: int
@@ -121,6 +123,12 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     )
 
 
+def host_bytes(layout: Layout) -> float:
+    """Bytes of the host's memory that the rank with most of them takes for activations; 0 without ``offload``."""
+    most = max(place.blocks * place.in_flight for place in places_of_ranks(layout))
+    return most * offloaded_bytes(layout) if layout.offload else 0.0
+
+
 def stage_memory(layout: Layout) -> Mapping[str, StageMemory]:
     """Memory of ranks of the pipeline: the first, of those between the one that needs most, and the last."""
     first, middle, last = _places(layout)
@@ -148,7 +156,8 @@ class Place(NamedTuple):
 def places_of_ranks(layout: Layout) -> tuple[Place, ...]:
     """Every rank of the pipeline."""
     per_rank = layout.stages_per_rank or fitted_constants().stages_per_rank
-    return _ranks(blocks_per_rank(layout), recomputed_per_rank(layout), per_rank, layout.num_micro_batches)
+    blocks, recomputed = blocks_per_rank(layout), recomputed_per_rank(layout)
+    return _ranks(blocks, recomputed, per_rank, layout.num_micro_batches, layout.passes)
 
 
 def _places(layout: Layout) -> tuple[Place, Place, Place]:
@@ -159,7 +168,11 @@ def _places(layout: Layout) -> tuple[Place, Place, Place]:
 
 @lru_cache(maxsize=4096)
 def _ranks(
-    blocks: tuple[float, ...], recomputed: tuple[float, ...], per_rank: float, micro_batches: float
+    blocks: tuple[float, ...],
+    recomputed: tuple[float, ...],
+    per_rank: float,
+    micro_batches: float,
+    passes: Schedule,
 ) -> tuple[Place, ...]:
     """``places_of_ranks`` for so many blocks of each rank, of which so many are recomputed.
 
@@ -168,10 +181,16 @@ def _ranks(
         recomputed: Those that are recomputed.
         per_rank: Stages of each rank.
         micro_batches: Micro-batches of a step.
+        passes: The order of passes.
     """
     pp = len(blocks)
-    # 1F1B; interleaved as Narayanan et al. 2021, section 2.2: the first ranks hold more chunks, the last ones fewer
-    most = (pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank for rank in range(pp))
+    if passes == "gpipe":
+        most = (micro_batches,) * pp
+    elif passes == "zbv":  # at most 2 pp of two chunks (Qi et al. 2023, section 6), until their weights have gradients
+        most = tuple(min(2 * pp, micro_batches + rank + 1) / 2 for rank in range(pp))
+    else:
+        # 1F1B; interleaved as Narayanan et al. 2021, section 2.2: the first ranks hold more chunks, the last ones fewer
+        most = tuple(pp + (pp - 1 - 2 * rank) / per_rank if per_rank > 1 else pp - rank for rank in range(pp))
     return tuple(
         Place(rank, blocks[rank], recomputed[rank], min(flying, micro_batches)) for rank, flying in enumerate(most)
     )
@@ -206,20 +225,27 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
         lambda it: it.states_in_16_bits,
     )
     # of a sequence on a rank, with sequence parallelism beside tensor parallelism
-    tokens, logit = columns(
+    tokens, logit, head_rank, is_zbv, is_offloaded = columns(
         layouts,
         lambda it: it.micro_batch * it.seq_len / it.cp / it.tp,
         lambda it: _FUSED_LOGIT if it.fused_loss else _LOGIT,
+        lambda it: it.head_rank,
+        lambda it: it.passes == "zbv",
+        lambda it: it.offload,
     )
     kept, least, block = np.array([_block_bytes(layout) for layout in layouts]).reshape(-1, 3).T
+    # what waits in the host's memory comes back for one block at a time
+    kept = np.where((is_offloaded > 0) & (is_zbv == 0), 0, kept)
+    # what a backward pass computes again it keeps for the gradients of weights, which the last rank computes much later
+    least = np.where(is_zbv > 0, kept, least)
     layers, vocab, hidden, dense_params, expert_params, tied = (
         each[which] for each in (layers, vocab, hidden, dense_params, expert_params, tied)
     )
     tp, pp, ep, zero, ranks, in_16_bits = (each[which] for each in (tp, pp, ep, zero, ranks, in_16_bits))
     tokens, logit, kept, least, block = (each[which] for each in (tokens, logit, kept, least, block))
-    is_last = rank == pp - 1
-    # embedding and output matrix; a tied one is on both ends of a pipeline
-    matrices = np.where((pp == 1) & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
+    is_last = rank == head_rank[which]
+    # embedding and output matrix; a tied one is on both ends of a pipeline, which a V has on one rank
+    matrices = np.where((rank == 0) & is_last & (tied > 0), 1, (rank == 0) + 1.0 * is_last)
     outer = matrices * vocab * hidden / tp
     inner, experts = blocks / layers * dense_params / tp, blocks / layers * expert_params / (tp * ep)
     stage, narrow = zero.astype(int), in_16_bits.astype(int)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from unisono.observe.run_summary import format_gib
 from unisono.planner.answer import Answer
 from unisono.planner.layout import Layout
-from unisono.planner.layout_space import Job
+from unisono.planner.layout_space import Job, value_text
 from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.number_sources import LAYOUT_SOURCES
 from unisono.planner.peak_memory import COUNTED
@@ -37,10 +37,12 @@ _COLOURS: Final = {
     "tensor_parallel": PHASE_COLOURS["comm_exposed_tp"],
     "expert_parallel": PHASE_COLOURS["comm_exposed_ep"],
     "context_parallel": PHASE_COLOURS["comm_exposed_cp"],
+    "offload": "#953800",
     "imbalance": "#5c3d00",
     "bubble": PHASE_COLOURS["bubble"],
     "sharding": PHASE_COLOURS["comm_exposed_dp"],
     "gradients": "#cf222e",
+    "optimizer": "#953800",
     "stragglers": "#bc4c00",
     "states": "#1f6feb",
     "gathered": "#4c9be8",
@@ -82,6 +84,7 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
         Figure("tokens per second and device", f"{best.tokens_per_s:,.0f}"),
         Figure("of the peak", f"{best.utilization:.1%}"),
         Figure("memory that must fit", f"{format_gib(best.needed_bytes)} of {format_gib(found.limit_bytes)}"),
+        *([Figure("on the host, of each device", format_gib(best.host_bytes))] if best.host_bytes else []),
         Figure("layouts compared", f"{found.num_layouts:,}; {found.num_fitting:,} fit"),
     ]
     page = render_page(
@@ -239,7 +242,7 @@ def _device_counts(answer: Answer) -> Section:
 def _changes(answer: Answer) -> Section:
     """Each other value of an axis with the best of the other axes."""
     rows = [
-        [f"{axis}={value}", reason, format_gib(each.needed_bytes), each.axes_text]
+        [f"{axis}={value_text(value)}", reason, format_gib(each.needed_bytes), each.axes_text]
         for (axis, value, each), reason in zip(answer.found.changes, answer.reasons, strict=True)
     ]
     return Section(
@@ -250,7 +253,7 @@ def _changes(answer: Answer) -> Section:
 
 
 def _refused(found: SearchResult) -> Section:
-    rows = [[f"{axis}={value}", reason] for axis, value, reason in found.refused]
+    rows = [[f"{axis}={value_text(value)}", reason] for axis, value, reason in found.refused]
     return Section(
         title="Values that no layout has",
         note="With the rule that such layouts break." if rows else "There are none.",

@@ -14,8 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
-from unisono.planner.layout_space import AXES, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, Job, Space, Value
+from unisono.planner.layout_space import (
+    AXES,
+    OFFLOAD,
+    PARTIAL,
+    RECOMPUTE,
+    RECOMPUTED_BLOCKS,
+    SCHEDULES,
+    WORDS,
+    Job,
+    Space,
+    Value,
+    value_text,
+)
 from unisono.planner.layout_time import layout_time
+from unisono.planner.offloading import with_offload
 from unisono.planner.partial_recompute import least_recompute, pinned_recompute
 from unisono.planner.peak_memory import peak_memory
 
@@ -23,6 +36,8 @@ MEMORY_SHARE: Final = (
     0.92  # of the device's memory that a layout may take: the rest is for communicators and the driver
 )
 _SAME: Final = 0.03  # part of a step time, or of a memory: predictions are not more exact than this
+# of an axis; the schedule that follows from the stages of a rank goes without saying
+_UNUSED: Final = (0, 1, "none", None, "1f1b", "interleaved")
 _EQUAL: Final = 1e-9  # as times of many layouts are summed in another order
 
 
@@ -44,8 +59,10 @@ class PredictedLayout:
     def axes_text(self) -> str:
         """The axes that the layout uses, such as ``tp=8 pp=4``."""
         values = [(axis, getattr(self.layout, axis)) for axis in AXES]
-        used = [(axis, value) for axis, value in values if (axis == "zero" and value) or value not in (0, 1, "none")]
-        texts = [f"{axis}={value}" for axis, value in used]
+        used = [
+            (axis, value) for axis, value in values if (axis in ("zero", OFFLOAD) and value) or value not in _UNUSED
+        ]
+        texts = [f"{axis}={value_text(value)}" for axis, value in used]
         if self.layout.recompute == PARTIAL:
             texts.append(f"({sum(self.layout.recomputed_blocks)} of {self.layout.model.layers} blocks)")
         return " ".join(texts) or "data parallel alone"
@@ -134,14 +151,16 @@ def compare(job: Job) -> LayoutTable:
 
 def with_other_memory(job: Job, compared: LayoutTable) -> LayoutTable:
     """``compare(job)``, where ``compared`` are the layouts of the same job for another memory. Raises as ``compare``."""
-    if job.pins.get("recompute") == PARTIAL:  # the layouts that it is made from are not in the table
+    if job.pins.get("recompute") == PARTIAL or job.pins.get(
+        OFFLOAD
+    ):  # the layouts that it is made from are not in the table
         return compare(job)
-    kept = np.array([layout.recompute != PARTIAL for layout in compared.layouts])
+    kept = np.array([layout.recompute != PARTIAL and not layout.offload for layout in compared.layouts])
     modes = LayoutTable(
-        layouts=[layout for layout in compared.layouts if layout.recompute != PARTIAL],
+        layouts=[layout for layout, is_kept in zip(compared.layouts, kept, strict=True) if is_kept],
         step_s=compared.step_s[kept],
         needed_bytes=compared.needed_bytes[kept],
-        refused=[each for each in compared.refused if each[:2] != ("recompute", PARTIAL)],
+        refused=[each for each in compared.refused if each[:2] not in (("recompute", PARTIAL), (OFFLOAD, True))],
     )
     return _completed(job, modes)
 
@@ -154,11 +173,14 @@ def _predicted(layouts: Sequence[Layout], refused: Sequence[tuple[str, Value, st
 
 
 def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
-    """``modes``, layouts without partial recompute, and those with it that fit the memory of ``job``."""
+    """``modes``, layouts without partial recompute, and those with it or with offload that fit the memory of ``job``."""
     pin = job.pins.get("recompute")
     partial = _predicted(_partial(job, modes.layouts, modes.needed_bytes), ())
+    moved, rule_of_offload = (
+        ([], "") if OFFLOAD in job.pins else with_offload(job, modes.layouts, modes.needed_bytes, memory_limit(job))
+    )
     # those that partial recompute was made from have another value than the pin
-    tables = [partial] if pin == PARTIAL else [modes, partial]
+    tables = [partial] if pin == PARTIAL else [modes, partial, _predicted(moved, ())]
     layouts = [layout for table in tables for layout in table.layouts]
     if not layouts:
         pins = "".join(f" {axis}={value}" for axis, value in job.pins.items())
@@ -169,6 +191,8 @@ def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
             "a batch that more numbers divide, such as a power of two, or fewer pins",
         )
     refused = modes.refused
+    if rule_of_offload:
+        refused = (*refused, (OFFLOAD, True, rule_of_offload))
     if pin is None and not partial.layouts:
         rule = "each layout fits without recompute, or not with full recompute either"
         refused = (*refused, ("recompute", PARTIAL, rule))
@@ -189,7 +213,7 @@ def _partial(job: Job, layouts: Sequence[Layout], needs: Numbers) -> list[Layout
             least_recompute(layouts, limit, is_pinned=True) if count is None else pinned_recompute(layouts, int(count))
         )
     over = [layout for layout, need in zip(layouts, needs, strict=True) if layout.recompute == "none" and need > limit]
-    return [] if pin else least_recompute(over, limit)
+    return [] if pin or job.pins.get(OFFLOAD) else least_recompute(over, limit)
 
 
 def choose(job: Job, compared: LayoutTable) -> SearchResult:
@@ -229,7 +253,7 @@ def _changes(
     """For each other value of an axis, the best layout with it: the fastest that fits, else the one that needs least memory."""
     for axis in AXES:
         values = [getattr(layout, axis) for layout in layouts]
-        for value in sorted(set(values), key=str if axis == "recompute" else float):
+        for value in sorted(set(values) - {None}, key=float if axis not in WORDS else str):
             if best is not None and value == values[best]:
                 continue
             inside = np.array([each == value for each in values], bool)
@@ -242,7 +266,8 @@ def _complexity(layout: Layout) -> tuple[float, ...]:
     """Fewer axes first, then fewer ranks of each; recompute and sharding count as axes."""
     axes = (layout.pp, layout.cp, layout.tp, layout.stages_per_rank, layout.ep)
     used = sum(axis > 1 for axis in axes) + (layout.state_ranks > 1) + (*RECOMPUTE, PARTIAL).index(layout.recompute)
-    return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch)
+    used += layout.offload
+    return (used, *axes, layout.zero, layout.state_ranks, layout.micro_batch, SCHEDULES.index(layout.passes))
 
 
 def _pareto(times: Numbers, needs: Numbers) -> list[int]:

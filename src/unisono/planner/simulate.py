@@ -9,7 +9,7 @@ from unisono.errors import ConfigError
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_columns import read_layout
 from unisono.planner.layout_time import layout_time
-from unisono.planner.peak_memory import MemoryParts, peak_memory
+from unisono.planner.peak_memory import MemoryParts, host_bytes, peak_memory
 from unisono.planner.step_time import StepParts, fitted_constants
 from unisono.planner.step_work import count_work
 from unisono.units import GIB
@@ -32,6 +32,7 @@ class Prediction:
         model_flops_per_s: FLOP/s of a device, without what is recomputed, with attention over the whole square.
         utilization: These over the device's peak (MFU).
         memory: Bytes of the device that needs most, by the names of ``MemoryParts``.
+        host_bytes: Bytes of the host's memory that activations of one device take at most (``Layout.offload``).
         spread: Nine of ten runs lie between ``step_s`` divided and multiplied by 1 + ``spread`` (``Constants.spread``).
     """
 
@@ -41,6 +42,7 @@ class Prediction:
     model_flops_per_s: float
     utilization: float
     memory: Mapping[str, float]
+    host_bytes: float
     spread: float
 
     @property
@@ -73,6 +75,7 @@ def predict(layouts: Sequence[Layout]) -> list[Prediction]:
                 model_flops_per_s=flops,
                 utilization=flops / float(work.peak_flops[i]),
                 memory={item.name: float(getattr(memory, item.name)[i]) for item in fields(MemoryParts)},
+                host_bytes=host_bytes(layout),
                 spread=fitted.spread_experts if layout.model.experts else fitted.spread,
             )
         )

@@ -6,9 +6,10 @@ The output matrix belongs to the last stage, which has fewer blocks for it. All 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from unisono.planner.layout import Layout
+from unisono.planner.model_shape import ModelShape
 
 
 def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
@@ -18,15 +19,21 @@ def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
         return (float(model.layers),)
     if layout.cut == "equal" or layout.pp * stages > model.layers:
         return (model.layers / layout.pp,) * layout.pp
-    passed = model.dense_params + model.expert_layers * model.experts_per_token * model.expert_params
-    # FLOPs over those of a block: of matrix products with parameters, and of causal attention
-    block = passed / model.layers + model.score_dims * layout.seq_len
-    return _balanced(model.layers, layout.pp, stages, model.vocab * model.hidden / block)
+    cut = _balanced(model.layers, layout.pp, stages, _head_blocks(model, layout.seq_len))
+    # the rank with the output matrix is the last, or the first in a V
+    return (cut[-1], *cut[:-1]) if layout.head_rank == 0 else cut
+
+
+@lru_cache(maxsize=64)
+def _head_blocks(model: ModelShape, seq_len: int) -> float:
+    """FLOPs of the output matrix over those of a block: of matrix products with parameters, and of causal attention."""
+    passed = model.dense_products + model.expert_layers * model.experts_per_token * model.expert_params
+    return model.vocab * model.hidden / (passed / model.layers + model.score_dims * seq_len)
 
 
 @cache
 def _balanced(layers: int, pp: int, stages: int, head: float) -> tuple[float, ...]:
-    """Blocks of each rank, for a ``head`` that costs as much as so many blocks; each of a rank's ``stages`` has one."""
+    """Blocks of each rank, for a ``head`` that costs as much as so many blocks, on the last; all of its ``stages`` have one."""
     fixed = stages - 1  # of each rank, so that they move no balance
     return tuple(fixed + blocks for blocks in _equal_blocks(layers - pp * fixed, pp, head))
 
@@ -46,16 +53,31 @@ def recomputed_per_rank(layout: Layout) -> tuple[float, ...]:
     """Blocks of each rank of the pipeline that the backward pass computes again."""
     if layout.recompute == "full":
         return blocks_per_rank(layout)
-    blocks = layout.recomputed_blocks or (0,) * layout.pp
-    return tuple(float(sum(blocks[rank :: layout.pp])) for rank in range(layout.pp))
+    if not layout.recomputed_blocks:
+        return (0.0,) * layout.pp
+    blocks = layout.recomputed_blocks
+    sums = [0.0] * layout.pp
+    for rank, count in zip(ranks_of_stages(layout), blocks, strict=True):
+        sums[rank] += count
+    return tuple(sums)
 
 
-def spread_over_stages(blocks: Sequence[int], stages_per_rank: int) -> tuple[int, ...]:
+def ranks_of_stages(layout: Layout) -> tuple[int, ...]:
+    """The rank of each stage in order: ranks in turn, or up and down a V (``plan.pipeline_schedule.stage_index``)."""
+    if layout.passes == "zbv":
+        return (*range(layout.pp), *reversed(range(layout.pp)))
+    return tuple(range(layout.pp)) * max(1, layout.stages_per_rank)
+
+
+def spread_over_stages(layout: Layout, blocks: Sequence[int]) -> tuple[int, ...]:
     """Blocks of each stage in order, of so many of each rank: as equal as possible, the first stages of a rank the largest."""
-    stages = max(1, stages_per_rank)
-    return tuple((count + stages - 1 - chunk) // stages for chunk in range(stages) for count in blocks)
+    stages = max(1, layout.stages_per_rank)
+    return tuple(
+        (blocks[rank] + stages - 1 - number // layout.pp) // stages
+        for number, rank in enumerate(ranks_of_stages(layout))
+    )
 
 
 def blocks_per_stage(layout: Layout) -> tuple[int, ...]:
-    """Blocks of each stage in order; rank ``r`` has every ``pp``-th from stage ``r`` on, the first of them the largest."""
-    return spread_over_stages([int(blocks) for blocks in blocks_per_rank(layout)], layout.stages_per_rank)
+    """Blocks of each stage in order (``spread_over_stages``)."""
+    return spread_over_stages(layout, [int(blocks) for blocks in blocks_per_rank(layout)])

@@ -18,6 +18,10 @@ import numpy as np
 from unisono.planner.layout import Layout, Numbers
 from unisono.planner.step_work import StepWork
 
+# of what sharded parameters cost beside the computation: between devices of a domain, over that between domains
+_IN_DOMAIN: Final = 0.7
+# share of the peak that products of stored scores reach, whose inner side is a head
+_STORED_ATTENTION: Final = 0.5
 _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
 
 
@@ -32,14 +36,17 @@ class Constants:
         half_expert_width: The same for the hidden units of an expert.
         attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
         older_attention: The part of this speed that kernels of an older architecture reach.
+        first_attention: The part of that again that its first version reaches (arXiv 2307.08691).
+        score_passes: Passes over scores of attention that are stored.
         lm_head: Efficiency of the output matrix, as a multiple of that of other products in 16 bits.
         activation_passes: Passes over the activations that a block keeps, by operations that are bound by memory.
+        eager_passes: Times as many, where these are not fused.
         tp_factor: What tensor-parallel communication adds to a step, over its bytes at the bandwidth of the data sheet.
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_factor: The same for experts.
         dp_factor: The same for the reduction of gradients.
-        fsdp_factor: The same for parameters that are shared over the network; within a domain of fast links they are sent beside
-            the computation. Where they take longer than it, the rest is added too.
+        fsdp_factor: The same for parameters that are shared over the network, which are sent beside the computation and slow it
+            down; a part of it within a domain of fast links. Where they take longer than it, the rest is added too.
         hop_s: Seconds from one rank of a ring to the next, without the bytes.
         stages_per_rank: Of a pipeline whose runs do not say it.
         straggler_growth: Part by which a step slows down with each doubling of the devices beyond 8.
@@ -56,8 +63,11 @@ class Constants:
     half_expert_width: float
     attention: float
     older_attention: float
+    first_attention: float
+    score_passes: float
     lm_head: float
     activation_passes: float
+    eager_passes: float
     tp_factor: float
     tp_latency_s: float
     ep_factor: float
@@ -86,9 +96,11 @@ class StepParts:
         expert_parallel: Exchange of tokens between experts.
         context_parallel: Exchange of keys and values.
         imbalance: Waiting for the pipeline rank with the most work, which may be that of the output matrix.
+        offload: Sending what blocks keep to the host and back.
         bubble: Waiting for the first and the last micro-batches in other pipeline stages.
         sharding: Gathering and reducing sharded parameters.
         gradients: Reduction of gradients.
+        optimizer: The optimizer's own reading and writing.
         stragglers: Waiting for the slowest of many.
     """
 
@@ -100,10 +112,12 @@ class StepParts:
     tensor_parallel: Numbers
     expert_parallel: Numbers
     context_parallel: Numbers
+    offload: Numbers
     imbalance: Numbers
     bubble: Numbers
     sharding: Numbers
     gradients: Numbers
+    optimizer: Numbers
     stragglers: Numbers
 
     @property
@@ -132,11 +146,20 @@ def efficiency_keys(layout: Layout) -> tuple[str, ...]:
 
 
 def efficiencies(layouts: Sequence[Layout], fitted: Constants) -> Numbers:
-    """Share of the peak that large products reach [layouts]: measured on the layout's device, else ``Constants.efficiency``."""
+    """Share of the peak that large products reach [layouts]: measured on the layout's device, else ``Constants.efficiency``.
+
+    That of an architecture is that of its first device; others have it in proportion to their power.
+    """
 
     def of(layout: Layout) -> float:
-        known = (fitted.efficiency[key] for key in efficiency_keys(layout) if key in fitted.efficiency)
-        return layout.device.efficiency or next(known, fitted.other_efficiency)
+        own, *shared = efficiency_keys(layout)
+        if layout.device.efficiency:
+            return layout.device.efficiency
+        if own in fitted.efficiency:
+            return fitted.efficiency[own]
+        if shared and shared[0] in fitted.efficiency:
+            return min(1.0, fitted.efficiency[shared[0]] * layout.device.power_share)
+        return fitted.other_efficiency
 
     return np.array([of(layout) for layout in layouts])
 
@@ -151,33 +174,61 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     # products in fewer bits reach less of their peak than those in 16 bits on the same device
     matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
     attention = fitted.attention * np.where(work.older_attention > 0, fitted.older_attention, 1)
+    attention *= np.where(work.first_attention > 0, fitted.first_attention, 1)
+    attention = np.where(work.score_bytes > 0, _STORED_ATTENTION, attention)
+    passes = fitted.activation_passes * np.where(work.eager > 0, fitted.eager_passes, 1)
     each = {  # of one micro-batch
         "matmul": work.matmul_flops / (matmul * at_tokens * at_width),
         "expert": work.expert_flops / (matmul * at_expert_tokens * at_expert_width),
         "attention": work.attention_flops / (matmul_16 * attention),
         "lm_head": work.lm_head_flops / (matmul_16 * fitted.lm_head * at_tokens),
-        "memory_bound": fitted.activation_passes * work.activation_bytes / work.memory_bytes_per_s,
+        "memory_bound": (passes * work.activation_bytes + fitted.score_passes * work.score_bytes)
+        / work.memory_bytes_per_s,
         "tensor_parallel": fitted.tp_factor * work.tp_s + fitted.tp_latency_s * work.tp_collectives,
         "expert_parallel": fitted.ep_factor * work.ep_s,
     }
+    each["offload"] = work.offload_s  # copies run in the stream of the passes, not beside them
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
     sharding = work.fsdp_s + fitted.hop_s * work.fsdp_hops
-    each["sharding"] = fitted.fsdp_factor * work.fsdp_network * sharding + _exposed(device, sharding)
+    beside = fitted.fsdp_factor * np.where(work.fsdp_network > 0, 1, _IN_DOMAIN)
+    each["sharding"] = beside * sharding + _exposed(device, sharding)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
     chunks = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
     # (p - 1) / (m v) of the busy time: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2
     parts["bubble"] = busy * (work.pp - 1) / (work.num_micro_batches * chunks)
+    late = _bubble_of_zbv(work, device + each["sharding"], each["matmul"])
+    parts["bubble"] = np.where(work.later_share > 0, late, parts["bubble"])
     head = each["lm_head"] * work.pp  # the last rank has all of it; ``each`` are means over the pipeline ranks
     block = np.sum(tuple(seconds for name, seconds in each.items() if name != "lm_head"), axis=0) / work.layers
     slowest = np.maximum(work.most_blocks * block, work.last_blocks * block + head)
     parts["imbalance"] = np.maximum(0, slowest * work.num_micro_batches - busy) * (work.last_blocks > 0) * (work.pp > 1)
     parts["gradients"] = fitted.dp_factor * (work.gradient_s + fitted.hop_s * work.gradient_hops)
+    parts["optimizer"] = work.optimizer_bytes / work.memory_bytes_per_s
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))
     return StepParts(**parts)
+
+
+def _bubble_of_zbv(work: StepWork, passes: Numbers, matmul: Numbers) -> Numbers:
+    """Seconds that a rank waits in the order of ``plan.pipeline_schedule`` whose stages are equal.
+
+    The backward pass of inputs, I, takes no less than the forward pass, and that of weights, W, no more. From 2 p - 1
+    micro-batches on a rank waits (p - 1) max(I / 2, I - W), and (p - 1) I with p of them, as all are then in flight at once;
+    between both numbers what lies on the line between is at most 3 % of a step too much.
+
+    Args:
+        work: Counts of the layouts.
+        passes: Seconds of all passes of a micro-batch through a rank.
+        matmul: Those of them that are products of attention and dense layers.
+    """
+    weights = work.later_share * matmul
+    inputs = (1 - work.forward_share) * passes - weights
+    missing = np.clip(2 * work.pp - 1 - work.num_micro_batches, 0, work.pp - 1) / np.maximum(1, work.pp - 1)
+    full = np.maximum(inputs / 2, inputs - weights)
+    return (work.pp - 1) * (full + missing * (inputs - full))
 
 
 def _exposed(busy: Numbers, other: Numbers) -> Numbers:

@@ -18,6 +18,11 @@ _BYTES: Final = 2  # of an activation and of a parameter that is sent
 # those of each copy of a token that goes to an expert and back, and keys and values of other ranks
 _TP_PASSES, _EP_PASSES, _CP_PASSES = 8, 4, 6
 _TP_FORWARD, _EP_FORWARD, _CP_FORWARD = 4, 2, 2  # those of the forward pass, which full recompute repeats
+# forward and backward of causal attention that keeps its scores: products of the whole square, twice those of half of it, and
+# bytes of each score in 16 bits
+_STORED_PRODUCTS, _SCORE_BYTES = 2, 2
+# of AdamW: it reads a gradient, a weight and two moments in 32 bits, and writes the latter three and a weight in 16
+_OPTIMIZER_BYTES: Final = 30
 # of a parameter: ranks that share optimizer states (ZeRO 1) reduce its gradient in 32 bits and gather it in 16, once in a step;
 # those that share gradients (ZeRO 2) only gather it then; replicas sum its gradient in 32 bits, which is sent twice
 _ONCE_BYTES: Final = (0, 6, 2, 0)
@@ -42,12 +47,17 @@ class StepWork:
         expert_flops: Products with matrices of experts.
         expert_tokens: Tokens of an expert.
         expert_width: Hidden units of an expert.
-        attention_flops: Scores and weighted values, of causal attention.
+        attention_flops: Scores and weighted values, of causal attention; of the whole square where scores are stored.
         older_attention: 1 where its kernels are those of an older architecture than the device's, else 0.
+        first_attention: 1 where they are those of FlashAttention's first version besides, else 0.
+        score_bytes: Scores of attention that are stored; 0 where none are.
         lm_head_flops: Products with the output matrix, the mean over the pipeline ranks.
-        most_blocks: Blocks of the pipeline rank that has most, without the last one; 0 if the cut is equal.
-        last_blocks: Blocks of the last pipeline rank, which has the output matrix; 0 if the cut is equal.
+        most_blocks: Blocks of the pipeline rank that has most, without that of the output matrix; 0 if the cut is equal.
+        last_blocks: Blocks of the pipeline rank that has the output matrix; 0 if the cut is equal.
+        forward_share: Part of all passes that the forward pass takes.
+        later_share: With the schedule zbv, the part of ``matmul_flops`` whose gradients of weights are computed later; else 0.
         activation_bytes: Activations that blocks keep.
+        eager: 1 where operations on them are not fused, else 0.
         tp_s: Collectives of tensor parallelism.
         tp_collectives: Their number.
         ep_s: Exchange of tokens between experts.
@@ -57,6 +67,8 @@ class StepWork:
         fsdp_network: Whether these ranks are in several domains.
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
         gradient_hops: Steps of the rings that do it.
+        optimizer_bytes: What the optimizer reads and writes, once in a step.
+        offload_s: What blocks keep, sent to the host and back.
         num_micro_batches: Micro-batches of a rank in a step.
         pp: Pipeline ranks.
         stages_per_rank: Stages of each rank of a pipeline; 0 if unknown.
@@ -76,10 +88,15 @@ class StepWork:
     expert_width: Numbers
     attention_flops: Numbers
     older_attention: Numbers
+    first_attention: Numbers
+    score_bytes: Numbers
     lm_head_flops: Numbers
     most_blocks: Numbers
     last_blocks: Numbers
+    forward_share: Numbers
+    later_share: Numbers
     activation_bytes: Numbers
+    eager: Numbers
     tp_s: Numbers
     tp_collectives: Numbers
     ep_s: Numbers
@@ -89,6 +106,8 @@ class StepWork:
     fsdp_network: Numbers
     gradient_hops: Numbers
     gradient_s: Numbers
+    optimizer_bytes: Numbers
+    offload_s: Numbers
     num_micro_batches: Numbers
     pp: Numbers
     stages_per_rank: Numbers
@@ -101,10 +120,11 @@ class StepWork:
 
 def count_work(layouts: Sequence[Layout]) -> StepWork:
     """The work of each of ``layouts``."""
-    layers, hidden, vocab, score_dims, kept = model_columns(
+    layers, hidden, heads, vocab, score_dims, kept = model_columns(
         layouts,
         lambda it: it.layers,
         lambda it: it.hidden,
+        lambda it: it.heads,
         lambda it: it.vocab,
         lambda it: it.score_dims,
         lambda it: it.block_activation_bytes,
@@ -115,7 +135,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     dense, expert, expert_layers, experts, active, units, all_params = model_columns(
         layouts,
-        lambda it: it.dense_params,
+        lambda it: it.dense_products,
         lambda it: it.expert_params,
         lambda it: it.expert_layers,
         lambda it: max(1, it.experts),
@@ -140,15 +160,19 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         lambda it: it.device.domain,
         lambda it: it.device.memory_bytes_per_s,
     )
-    micro, sequences, seq_len, devices, per_rank, recomputes, older_attention = columns(
+    micro, sequences, seq_len, devices, per_rank, recomputes, selects, older, first, stored, eager = columns(
         layouts,
         lambda it: it.num_micro_batches,
         lambda it: it.micro_batch,
         lambda it: it.seq_len,
         lambda it: it.num_devices,
         lambda it: it.stages_per_rank,
-        lambda it: it.recompute == "full",
-        lambda it: it.flash_attention_2 and it.device.architecture in _AFTER_AMPERE,
+        lambda it: sum(it.recomputed_blocks) / it.model.layers if it.recomputed_blocks else it.recompute == "full",
+        lambda it: it.recompute == "selective" and it.attention_kernel == "stored",
+        lambda it: it.attention_kernel in ("flash-2", "flash-1") and it.device.architecture in _AFTER_AMPERE,
+        lambda it: it.attention_kernel == "flash-1" and it.device.architecture in _AFTER_AMPERE,
+        lambda it: it.attention_kernel == "stored",
+        lambda it: not it.fused,
     )
     peak, peak_16 = columns(
         layouts,
@@ -158,6 +182,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     tokens = sequences * seq_len / cp
     part = tokens / (tp * pp)  # of the work of all blocks
     recomputed = 1 + recomputes / 3  # one more forward pass, which is a third of both passes
+    scored = recomputed + selects / 3  # selective recompute repeats stored scores (Korthikanti et al. 2022, section 5)
     block_bytes = _BYTES * hidden * tokens
     # activations in collectives of a micro-batch
     tp_passes, ep_passes, cp_passes = (
@@ -171,7 +196,9 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     replicas = dp * cp / shared  # that sum their gradients once in a step
     once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
-    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) for layout in layouts]
+    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) * layout.pp for layout in layouts]
+    head_ranks = [layout.head_rank for layout in layouts]
+    forward_share = 1 / (3 + recomputes)
 
     def bandwidth(ranks: Numbers) -> Numbers:
         """Of a group of ranks; those in one domain each bring a part of the others' bytes over their own network card."""
@@ -185,12 +212,19 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         expert_flops=6 * expert_layers * active * expert * part * recomputed,
         expert_tokens=np.maximum(1, tokens * active * ep / experts),
         expert_width=units,
-        attention_flops=6 * layers * score_dims * seq_len * part * recomputed,
-        older_attention=older_attention,
+        attention_flops=6 * layers * score_dims * seq_len * part * scored * np.where(stored > 0, _STORED_PRODUCTS, 1),
+        older_attention=older,
+        first_attention=first,
+        score_bytes=stored * _SCORE_BYTES * layers * heads * seq_len * part * scored,
         lm_head_flops=6 * vocab * hidden * part,
-        most_blocks=np.array([max(blocks[:-1], default=0.0) for blocks in cuts]),
-        last_blocks=np.array([blocks[-1] for blocks in cuts]),
+        most_blocks=np.array(
+            [max((*cut[:head], *cut[head + 1 :]), default=0.0) for cut, head in zip(cuts, head_ranks, strict=True)]
+        ),
+        last_blocks=np.array([cut[head] for cut, head in zip(cuts, head_ranks, strict=True)]),
+        forward_share=forward_share,
+        later_share=forward_share * np.array([_delayed(layout) for layout in layouts]),
         activation_bytes=layers / pp * kept * tokens / tp * recomputed,
+        eager=eager,
         tp_s=tp_passes * layers / pp * block_bytes * (tp - 1) / tp / np.where(tp <= domain, link, network),
         tp_collectives=tp_passes * layers / pp * (tp > 1),
         ep_s=ep_passes * routed * (ep - 1) / ep * ((1 - beyond) / link + beyond / network),
@@ -208,7 +242,13 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         fsdp_network=(shared * tp > domain).astype(float),
         gradient_s=once * params_per_rank / bandwidth(shared)
         + (replicas > 1) * _SUM_BYTES * params_per_rank / shared / bandwidth(dp * cp),
+        optimizer_bytes=_OPTIMIZER_BYTES * params_per_rank / shared,
         gradient_hops=(once > 0) * np.where(zero == 1, 2, 1) * (shared - 1) + 2 * (replicas - 1),
+        offload_s=np.array(
+            [2 * offloaded_bytes(it) / it.device.host_bytes_per_s if it.offload else 0 for it in layouts]
+        )
+        * layers
+        / pp,
         num_micro_batches=micro,
         pp=pp,
         stages_per_rank=per_rank,
@@ -218,3 +258,29 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         peak_flops_16=peak_16,
         memory_bytes_per_s=memory,
     )
+
+
+def offloaded_bytes(layout: Layout) -> float:
+    """Bytes of a micro-batch that a block sends to the host with ``offload``: the mean over the blocks of a rank.
+
+    Weights that no ranks share are converted to 16 bits in each pass, and those copies are sent too (``parallel.recompute``).
+    """
+    model, tokens = layout.model, layout.micro_batch * layout.seq_len / layout.cp / layout.tp
+    experts = model.expert_layers * model.experts * model.expert_params / layout.ep
+    weights = (model.dense_params + experts) / model.layers / layout.tp if layout.state_ranks == 1 else 0
+    return model.block_offload_bytes * tokens + _BYTES * weights
+
+
+def _delayed(layout: Layout) -> float:
+    """Of the weights of attention and dense layers, the part whose gradients zbv computes later; 0 with another schedule.
+
+    Row-wise layers of tensor parallelism compute theirs at once (``parallel.pipeline.weight_gradients``).
+    """
+    if layout.passes != "zbv" or layout.tp == 1 or layout.model.traced:
+        return float(layout.passes == "zbv")
+    model = layout.model
+    units = model.shared_ffn * model.expert_layers + (model.dense_ffn or model.ffn) * (
+        model.layers - model.expert_layers
+    )
+    row_wise = model.layers * model.heads * model.head_dim * model.hidden + units * model.hidden
+    return 1 - row_wise / model.dense_params

@@ -49,6 +49,10 @@ MAX_JSON_LISTS: Final = 1 << 22
 MAX_JSON_VALUES: Final = 1 << 24
 MAX_JSON_BYTES: Final = 1 << 28
 MAX_PLAN_BYTES: Final = 1 << 20
+# a strategy file of MindSpore: bytes; numbers of one entry, operators and parameters in all
+MAX_STRATEGY_BYTES: Final = 32 << 20
+MAX_STRATEGY_DIMS: Final = 64
+MAX_STRATEGY_ENTRIES: Final = 1 << 17
 # a configuration: bytes, keys with those of its tables, parts of a dotted key; files beneath each other
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,14 @@ from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
 from unisono.storage.ownership import make_own_folder
-from unisono.tasks.columns import number_columns
+from unisono.tasks.encoders import input_columns, padding_of, predictor_transform
 from unisono.tasks.held_out import held_out_ids
 from unisono.tasks.inputs import (
     EncodeLine,
-    EncodeRow,
     EncodeText,
-    EncodeWords,
-    PadBatch,
     PlaceTargets,
     Transform,
-    image_augment,
     image_mixing,
-    text_augment,
 )
 from unisono.tasks.options import ImageOptions, TaskOptions, TextOptions
 from unisono.tasks.sources import (
@@ -50,7 +46,7 @@ from unisono.tasks.sources import (
     scan,
     token_shards,
 )
-from unisono.tasks.targets import IGNORED, check_columns
+from unisono.tasks.targets import check_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +123,7 @@ def language_data(
             )
         train, held_out = _shard_windows(task, data, shards, tokenizer)
     else:
-        train, held_out = _windows(data, tokens[0], masked=masked), _held_out_windows(data, tokens[1], masked=masked)
+        train, held_out = _windows(data, tokens[0], masked=masked), held_out_windows(data, tokens[1], masked=masked)
     if not masked:
         return TaskData(train=train, held_out=held_out)
     hide: Transform = MaskTokens(
@@ -156,7 +152,7 @@ def _shard_windows(
             nearest=f"leave {name} out",
         )
     if masked or shards.vocab_size > tokenizer.vocab_size:
-        _check_same_vocabulary(shards, tokenizer)
+        check_same_vocabulary(shards, tokenizer)
     given = token_shards(data.eval, data) if data.eval else None
     if data.eval and given is None:
         raise DataError(
@@ -170,8 +166,8 @@ def _shard_windows(
             raise _no_eval_of_mixture()
         parts = [token_shards(address, data) for address in addresses(data.train)]
         windows = [_windows(data, part, masked=masked) for part in parts if part is not None]
-        return mixture(windows, data.weights), _held_out_windows(data, given, masked=masked)
-    train, held_out = _windows(data, shards, masked=masked), _held_out_windows(data, given or shards, masked=masked)
+        return mixture(windows, data.weights), held_out_windows(data, given, masked=masked)
+    train, held_out = _windows(data, shards, masked=masked), held_out_windows(data, given or shards, masked=masked)
     return _split_windows(train, held_out, data.eval_frac) if given is None else (train, held_out)
 
 
@@ -183,7 +179,7 @@ def _windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> Dataset:
     return TokenWindows(tokens, seq_len=data.seq_len, stride=stride, boundaries=boundaries, name="train")
 
 
-def _held_out_windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> Dataset:
+def held_out_windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> Dataset:
     """Always read as a stream, so that runs of either packing are measured alike."""
     return TokenWindows(
         tokens,
@@ -228,7 +224,7 @@ def _lines(
         train=_combined(parts, data, weights, lengths_of="text") if parts else held_out,
         held_out=held_out,
         transform=encode,
-        collate_fn=_collate(data, tokenizer, task),
+        collate_fn=padding_of(data, tokenizer, task),
         held_out_rows=held_out_rows,
     )
 
@@ -254,41 +250,13 @@ def predictor_data(
         buckets: See ``EncodeRow``.
         held_out_only: Do not open ``data.train`` where there is ``data.eval``.
     """
-    several = task.kind == "sequence_labelling"
-    names = {"image": ("image",), "text": ("text", "text_pair"), "sequence_labelling": ("words",)}
-    entries = task.inputs if task.kind == "table" else names[task.kind]
-    if len(task.inputs) > len(entries):
-        raise ConfigError(
-            given=f"task.inputs with {len(task.inputs)} columns for task.kind {task.kind!r}",
-            rule=f"it reads {len(entries)} column{'s' if len(entries) > 1 else ''}",
-            consequence="the others would not be read",
-            nearest=f"task.inputs with {len(entries)} of them",
-        )
-    columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
+    columns = input_columns(task) | {TARGETS: task.target}
     parts, held_out, held_out_rows = _parts(data, columns, task, held_out_only)
     weights = [] if held_out_only else _training_weights(data, parts, held_out_rows.ids)
-    pair: Callable[..., Any] | None = None
-    if task.kind == "image":
-        from unisono.data.image.transform import ImageTransform
-
-        encode: Transform = ImageTransform(augment=image_augment(image, training=True))
-        held_out = mapped(held_out, ImageTransform(augment=image_augment(image, training=False)))
-        pair = image_mixing(image, len(task.classes)) if task.has_classes else None
-    elif task.kind == "table":
-        encode = EncodeRow(
-            numbers=number_columns(task),
-            mean=task.input_mean,
-            std=task.input_std,
-            categories=task.categories,
-            buckets=buckets,
-        )
-        held_out = mapped(held_out, encode)
-    else:
-        assert tokenizer is not None
-        common: dict[str, Any] = {"tokenizer": tokenizer, "length": data.seq_len}
-        common["fixed"] = not data.bucket_batches
-        encode = EncodeWords(**common) if several else EncodeText(**common, augment=text_augment(text))
-        held_out = mapped(held_out, EncodeWords(**common) if several else EncodeText(**common))
+    pair = image_mixing(image, len(task.classes)) if task.kind == "image" and task.has_classes else None
+    make_transform = partial(predictor_transform, task, data, image, text, tokenizer=tokenizer, buckets=buckets)
+    encode = make_transform(training=True)
+    held_out = mapped(held_out, make_transform(training=False))
     lengths_of = columns.keys() & {"text", "words"}
     options: dict[str, Any] = {"balance": task.balance, "lengths_of": min(lengths_of) if lengths_of else ""}
     return TaskData(
@@ -296,7 +264,7 @@ def predictor_data(
         held_out=held_out,
         transform=encode,
         pair_transform=pair,
-        collate_fn=_collate(data, tokenizer, task) if tokenizer is not None else None,
+        collate_fn=padding_of(data, tokenizer, task) if tokenizer is not None else None,
         held_out_rows=held_out_rows,
     )
 
@@ -388,13 +356,6 @@ def _combined(
     return train
 
 
-def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Callable[[list[Any]], Batch] | None:
-    if not data.bucket_batches:
-        return None
-    ignored = task.kind == "sequence_labelling" or task.kind == "masked_language_model"
-    return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
-
-
 def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple[Dataset, Dataset]:
     """The last windows are held out: neighbours of a window would tell of it."""
     cut = len(held_out) - max(1, round(eval_frac * len(held_out)))
@@ -413,7 +374,8 @@ def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
 
 
-def _check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
+def check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
+    """Raise DataError for token shards of another number of ids than the tokenizer has."""
     if shards.vocab_size != tokenizer.vocab_size:
         raise DataError(
             given=f"token shards of {shards.vocab_size} ids with the tokenizer {tokenizer.name!r} of {tokenizer.vocab_size}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from unisono.data.dataset import Batch
 from unisono.data.image.augmentation import Augment, CenterCrop, Erase, Jitter, RandomResizedCrop
 from unisono.data.image.mixing import CutMix, Mixup
 from unisono.data.text.augment import TextAugment, load_synonyms
-from unisono.data.tokens.tokenizer import Tokenizer
+from unisono.data.tokens.tokenizer import MASK_NAMES, Tokenizer
 from unisono.errors import DataError
+from unisono.sanitize import shorten
 from unisono.tasks.options import ImageOptions, TextOptions
 from unisono.tasks.targets import IGNORED, infinite_error, number, split_words, text_of
 
@@ -155,12 +156,61 @@ class EncodeLine:
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
         end = self.tokenizer.end_of_document
         ids: list[int] = [*self.tokenizer.encode([text_of(sample["text"])])[0].ids.tolist(), end][: self.length + 1]
-        size = self.length if self.fixed else max(1, len(ids) - 1)
-        stream = _padded(ids, size + 1, end)
+        return _window(ids, self.length if self.fixed else max(1, len(ids) - 1), end)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeWindows:
+    """All of a text as windows of a language model, one after the other: the first one is what ``EncodeLine`` gives.
+
+    A window has ``tokens``, ``targets``, ``weights`` and ``target_bytes``, each [length], as those of ``TokenWindows``.
+    """
+
+    tokenizer: Tokenizer
+    length: int
+
+    def __call__(self, sample: Batch) -> Iterator[Batch]:
+        end = self.tokenizer.end_of_document
+        (encoded,) = self.tokenizer.encode([text_of(sample["text"])])
+        ids, sizes = np.append(encoded.ids, end), np.append(encoded.token_bytes, 0)
+        return (
+            {
+                **_window(ids[start : start + self.length + 1].tolist(), self.length, end),
+                "target_bytes": _padded(sizes[start + 1 : start + self.length + 1].tolist(), self.length, 0).astype(
+                    np.float32
+                ),
+            }
+            for start in range(0, max(1, ids.size - 1), self.length)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeMasked:
+    """Replaces ``text`` by the entries of ``EncodeText``; each ``[MASK]`` or ``<mask>`` in it is the token that hides others.
+
+    Raises:
+        DataError: There is no such mark, or none among the first ``length`` tokens.
+    """
+
+    tokenizer: Tokenizer
+    length: int
+    fixed: bool = True
+
+    def __call__(self, sample: Batch) -> Batch:
+        text = text_of(sample["text"])
+        ids = self.tokenizer.encode_masked(text, self.length)
+        if self.tokenizer.mask not in ids:
+            raise DataError(
+                given=f"the text {shorten(text, 80)!r} without {MASK_NAMES[0]} among its first {len(ids)} tokens",
+                rule=f"a masked language model predicts what {' or '.join(MASK_NAMES)} stands for",
+                consequence="there is nothing to predict",
+                nearest=f"the same text with {MASK_NAMES[0]} in place of a word",
+            )
+        size = self.length if self.fixed else len(ids)
         return {
-            "tokens": stream[:-1],
-            "targets": stream[1:],
-            "weights": (np.arange(1, size + 1) < len(ids)).astype(np.float32),
+            "tokens": _padded(ids, size, self.tokenizer.padding),
+            "segments": np.zeros(size, np.int64),
+            "attention_mask": _padded([1] * len(ids), size, 0),
         }
 
 
@@ -244,6 +294,13 @@ class PadBatch:
             for place, row in enumerate(rows):
                 batch[name][place, : len(row)] = row
         return batch
+
+
+def _window(ids: list[int], size: int, end: int) -> Batch:
+    """A sample of a language model: ``size`` tokens, the next one of each, and weights of 0 behind the last of ``ids``."""
+    stream = _padded(ids, size + 1, end)
+    weights = (np.arange(1, size + 1) < len(ids)).astype(np.float32)
+    return {"tokens": stream[:-1], "targets": stream[1:], "weights": weights}
 
 
 def _padded(ids: list[int], length: int, filler: int) -> Any:

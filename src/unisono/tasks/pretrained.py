@@ -44,7 +44,13 @@ def check_folder(folder: str, kind: str, cache: Path) -> PretrainedFolder:
 
 
 def load_pretrained(
-    folder: str, task: TaskOptions, lora: LoraOptions, *, padding: int | None, cache: Path
+    folder: str,
+    task: TaskOptions,
+    lora: LoraOptions,
+    *,
+    padding: int | None,
+    cache: Path,
+    may_have_new_head: bool = True,
 ) -> nn.Module:
     """The model of a folder for a resolved task, with a new head where the folder's has other classes.
 
@@ -54,6 +60,7 @@ def load_pretrained(
         lora: Adapters, if any; the other weights are then frozen.
         padding: Token id of padding, for models that look for the end of a text by it; None for images.
         cache: Folder for the copy of a folder at an address.
+        may_have_new_head: Whether the weights of a head may be missing, as for a model that is fine-tuned.
 
     Raises:
         DataError: The folder at an address does not exist or cannot be copied.
@@ -101,7 +108,7 @@ def load_pretrained(
             ) from error
     # the temporary folder is gone; adapters name the model's folder
     model.name_or_path = model.config._name_or_path = folder
-    _check_loading(model, loading, contents, has_new_head=bool(labels))
+    _check_loading(model, loading, contents, has_new_head=bool(labels), may_be_new=may_have_new_head)
     if padding is not None and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = padding
     if lora.rank:
@@ -109,7 +116,9 @@ def load_pretrained(
     return cast(nn.Module, model)
 
 
-def _check_loading(model: Any, loading: dict[str, Any], contents: PretrainedFolder, *, has_new_head: bool) -> None:
+def _check_loading(
+    model: Any, loading: dict[str, Any], contents: PretrainedFolder, *, has_new_head: bool, may_be_new: bool
+) -> None:
     """Refuse weights that would be random, but for a head; report tensors of the folder that are not used."""
     mismatched = {name: (list(there), list(here)) for name, there, here in loading["mismatched_keys"]}
     missing = set(loading["missing_keys"]) - mismatched.keys()
@@ -117,16 +126,17 @@ def _check_loading(model: Any, loading: dict[str, Any], contents: PretrainedFold
     wrong = [
         f"{name} is {there} in the files and {here} by config.json"
         for name, (there, here) in sorted(mismatched.items())
-        if not (has_new_head and _is_head(model, name))
+        if not (may_be_new and has_new_head and _is_head(model, name))
     ]
-    wrong += [f"{name} is not in the files" for name in sorted(missing) if not _is_head(model, name)]
+    wrong += [f"{name} is not in the files" for name in sorted(missing) if not (may_be_new and _is_head(model, name))]
     given = f"model.pretrained {contents.given!r}"
     if wrong:
         more = f", and {len(wrong) - 1} more such weights" if len(wrong) > 1 else ""
         others = f"; not used are {len(unused)}, the first {unused[0]}" if unused else ""
         raise ConfigError(
             given=f"{given} as {type(model).__name__}: {wrong[0]}{more}{others}",
-            rule="the weights are those of the model in config.json; only the head of the task may be new",
+            rule="the weights are those of the model in config.json"
+            + ("; only the head of the task may be new" if may_be_new else ", those of its head too"),
             consequence="these weights would be random; nothing was started",
             nearest="the config.json that was saved with the weights, or " + SAVE,
         )

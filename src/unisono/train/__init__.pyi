@@ -4,6 +4,8 @@ from .build import build_trainer as build_trainer
 from .callbacks import Every as Every
 from .config import Components as Components
 from .config import RunConfig as RunConfig
+from .distill_options import DistillOptions as DistillOptions
+from .distillation import Distillation as Distillation
 from .guard import StepGuard as StepGuard
 from .guarded_optimizer import GuardedOptimizer as GuardedOptimizer
 from .guarded_optimizer import StepResult as StepResult

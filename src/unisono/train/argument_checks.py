@@ -23,6 +23,7 @@ from unisono.optim.options import OPTIMIZER_FIELDS, SCHEDULE_FIELDS
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.train.callbacks import Every
+from unisono.train.distillation import Distillation
 from unisono.train.options import TrainOptions, resume_problem
 from unisono.train.settings import function_name
 
@@ -168,6 +169,7 @@ _ARGUMENTS: Mapping[str, _Argument] = {
         callable, "it is a torch.nn.Module, or a function that builds one", "Trainer(torch.nn.Linear(3, 1), …)"
     ),
     "plan": _options(PlanOptions, Plan),
+    "distill": _options(Distillation),
     "optimizer": _Argument(
         _is_optimizer,
         "it is OptimOptions, an optimizer of torch, a class or function that builds one, or several by pattern of names",

@@ -43,6 +43,15 @@ from unisono.plan.plan import Plan
 from unisono.plan.resolve import worker_plan
 from unisono.train.callbacks import Every
 from unisono.train.code_record import ModelRecord
+from unisono.train.distillation import (
+    Distillation,
+    DistilledObjective,
+    check_distillation,
+    compares,
+    prepare_teacher,
+    shard_teacher,
+)
+from unisono.train.distilled_features import FeatureOutputs, find_projections, paired_modules, with_projections
 from unisono.train.ema import WeightAverage
 from unisono.train.gradient_sync import build_gradient_sync, check_train_options
 from unisono.train.guard import StepGuard
@@ -84,6 +93,7 @@ class RunInputs:
     observe: ObserveOptions
     provenance: Mapping[str, Any]
     shows_histograms: bool  # whether a tracker of this rank does
+    distill: Distillation | None = None
 
     def with_steps(self, plan: Plan) -> RunInputs:
         """The same with the length of the run in steps. Raises DataError; see ``input_pipeline.with_steps``."""
@@ -132,7 +142,7 @@ class RunParts:
     """Everything that the loop of a run is made of; ``plan`` is the job's, ``built.dims.plan`` the one of these ranks.
 
     ``unsharded`` is the model before it was sharded, without values if the plan shards it. ``profile_steps`` is that of
-    ``ObserveOptions``.
+    ``ObserveOptions``. ``distilled`` is the objective of a run with a teacher.
     """
 
     inputs: RunInputs
@@ -150,6 +160,7 @@ class RunParts:
     sync: GradientSync
     timers: StepTimers
     profile_steps: str
+    distilled: DistilledObjective | None = None
 
 
 def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
@@ -159,6 +170,8 @@ def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
     set_backend(plan)
     check_train_options(plan, given.options)
     check_objective(given.objective, plan)
+    if given.distill is not None:
+        check_distillation(given.distill, given.given_objective, plan)
     given.optim.check(plan)
     return build_kvstore(plan, world)
 
@@ -193,6 +206,45 @@ def build_model(
         num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         flops_per_token=flops_per_token,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WholeTeacher:
+    """A teacher before it is sharded.
+
+    Attributes:
+        model: The teacher.
+        digest: Digest of its values.
+        features: Names of the modules of student and teacher whose outputs are compared.
+        student: The student, or what builds it, with the projections that the features need.
+    """
+
+    model: nn.Module
+    digest: str
+    features: list[tuple[str, str]]
+    student: nn.Module | Callable[[], nn.Module]
+
+
+def _whole_teacher(
+    given: RunInputs, distill: Distillation, plan: Plan, world: World, device: torch.device, store: KVStore
+) -> _WholeTeacher:
+    """The teacher, and the student as it is trained with it. Raises ConfigError."""
+    teacher, digest = prepare_teacher(distill, plan, device, store)
+    student, features = given.model, list[tuple[str, str]]()
+    if distill.options.features:
+        with unset_fake_temporarily():
+            whole = student if isinstance(student, nn.Module) else deferred_init(student).model
+            features = paired_modules(whole, teacher, distill.options.feature_pairs)
+            alone = replace(given.input, options=replace(given.input.options, num_workers=0))
+            dims = ParallelDims(worker_plan(plan), world)
+            with closing(
+                build_loader(
+                    alone, plan, data_rank=dims.data_rank, seed=given.seed, device=device, batch_statistics=False
+                )
+            ) as loader:
+                batch = first_micro_batch(loader)
+            student = with_projections(student, find_projections(whole, teacher, features, batch), given.seed)
+    return _WholeTeacher(model=teacher, digest=digest, features=features, student=student)
 
 
 def first_micro_batch(loader: Loader | StreamLoader) -> Mapping[str, Tensor]:
@@ -315,6 +367,10 @@ def assemble(
     Raises:
         ConfigError, PlanError, DataError: The plan or the data do not fit the model or the ranks.
     """
+    teacher = None
+    if given.distill is not None:
+        teacher = _whole_teacher(given, given.distill, plan, world, device, store)
+        given = replace(given, model=teacher.student)
     built = build_model(given, plan, world, device, store, events)
     dims = built.dims
     unsharded = meta_copy(built.model) if plan.is_model_sharded else built.model
@@ -328,10 +384,23 @@ def assemble(
     )
     resources.append(loader)
     # what only the model and a first micro-batch show
+    given_plan = plan
     plan, partition, context = complete_plan_for_model(
         plan, built.model, dims, lambda: first_micro_batch(loader), events
     )
     sharded = shard_model(built, context, partition, device, events)
+    distilled = None
+    if given.distill is not None and teacher is not None:
+        passes = shard_teacher(teacher.model, given_plan, dims, lambda: first_micro_batch(loader), events)
+        distilled = DistilledObjective(
+            teacher=passes,
+            task=given.objective,
+            compares=compares(given.given_objective),
+            options=given.distill.options,
+            digest=teacher.digest,
+            features=FeatureOutputs(built.model, passes.model, teacher.features) if teacher.features else None,
+        )
+        resources.append(distilled)
     state, ledger = build_state(given, built, sharded, plan, device, events)
     sync, state.sync_state = build_gradient_sync(
         dims.plan,  # dist_async: the plan of one worker; else that of the job
@@ -361,4 +430,5 @@ def assemble(
         sync=sync,
         timers=step_timers(device),
         profile_steps=given.observe.profile_steps,
+        distilled=distilled,
     )

@@ -29,6 +29,7 @@ from unisono.interop.initial_weights import load_weights
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
+from unisono.models.quantized_model import make_aware, make_stored
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.tasks.columns import number_columns, resolve_task
@@ -43,6 +44,7 @@ from unisono.tasks.sources import cache_folder
 from unisono.train.callbacks import Every
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
+from unisono.train.distillation import Distillation
 from unisono.train.initialize import initialize
 from unisono.train.input_pipeline import with_steps
 from unisono.train.metric_kinds import metric_classes
@@ -143,7 +145,7 @@ def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
     if pretrained:
         from unisono.tasks.pretrained import check_folder
 
-        check_folder(config.model.pretrained, config.task.kind, _copies(config))  # before a corpus is prepared
+        check_folder(config.model.pretrained, config.task.kind, source_copies(config))  # before a corpus is prepared
     tokenizer, task = find_tokenizer(config), config.task
     if pretrained and tokenizer is not None and tokenizer.name == BYTES:
         what = "%s has no tokenizer: a token is a byte of the text; data.tokenizer=FILE has another one"
@@ -225,27 +227,36 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 def tokenizer_spec(config: RunConfig) -> str:
     """``data.tokenizer``; if that is the default and ``model.pretrained`` has a tokenizer, that folder; local copies of URLs."""
-    pretrained = local_path(config.model.pretrained, _copies(config))
+    pretrained = local_path(config.model.pretrained, source_copies(config))
     if config.data.tokenizer == BYTES and pretrained and os.path.isfile(tokenizer_file(pretrained)):
         return pretrained
-    return local_path(config.data.tokenizer, _copies(config))
+    return local_path(config.data.tokenizer, source_copies(config))
 
 
-def _copies(config: RunConfig) -> Path:
+def source_copies(config: RunConfig) -> Path:
+    """Folder for the copies of folders and files at addresses."""
     return cache_folder(config.data) / "sources"
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     """The model of the configuration on the CPU; ``components.init``, ``run.seed`` and ``model.weights`` decide its values.
 
-    ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError, DataError,
-    or CheckpointError for ``model.weights`` of another model.
+    Layers that the section ``quantize`` stores are zeros. ``tokenizer`` gives the size of the vocabulary; None for other tasks
+    and the user's own data. Raises ConfigError, DataError, or CheckpointError for ``model.weights`` of another model.
     """
     cast(Any, torch).manual_seed(config.run.seed)
     model = initialize(_built_model(config, tokenizer), config.components.init, seed=config.run.seed)
     if config.model.weights:
         load_weights(model, config.model.weights, new_head=config.task.kind not in LANGUAGE_MODELS)
+    if config.quantize.scheme != "none":
+        put = make_aware if config.quantize.aware else make_stored
+        put(model, config.quantize, convolutions=has_quantized_convolutions(config))
     return model
+
+
+def has_quantized_convolutions(config: RunConfig) -> bool:
+    """Whether ``quantize`` is about convolutions too; of a model of transformers only linear layers load from its files."""
+    return not config.model.pretrained
 
 
 def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
@@ -255,7 +266,7 @@ def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
 
         padding = tokenizer.padding if tokenizer else None
         folder = config.model.pretrained
-        return load_pretrained(folder, config.task, config.lora, padding=padding, cache=_copies(config))
+        return load_pretrained(folder, config.task, config.lora, padding=padding, cache=source_copies(config))
     name = config.components.model
     if name == AUTO:
         name = default_model(config.task.kind)
@@ -268,6 +279,11 @@ def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
             seq_len=config.data.seq_len,
             vocab_size=vocab_size(config, tokenizer),
         )
+    return own_model(config)
+
+
+def own_model(config: RunConfig) -> nn.Module:
+    """The model that the user's ``components.model`` returns. Raises ConfigError."""
     model: Any = _find_component("model", config, dict.fromkeys((AUTO, *MODELS)))(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -358,6 +374,7 @@ def build_trainer(
         ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
         DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
+    check_quantize(config, plan)
     build = partial(build_model, config, data.tokenizer)
     # pretrained values are read when the model is built: it cannot be built without them and filled later
     deferred = (plan.is_model_sharded or not builds_early) and not config.model.pretrained
@@ -370,6 +387,7 @@ def build_trainer(
         optimizer=own_optimizer or config.optim,
         schedule=_own_component("schedule", config) or config.schedule,
         clip_norm=config.optim.clip_norm if own_optimizer else None,
+        distill=_distillation(config, data, world),
         options=config.train,
         checkpoint=config.checkpoint,
         run_dir=Path(config.run.dir),
@@ -389,6 +407,37 @@ def build_trainer(
         events=events,
         provenance={**provenance, "settings": compared_settings(config, function_name)},
     )
+
+
+def _distillation(config: RunConfig, data: RunData, world: World) -> Distillation | None:
+    """The teacher, if there is one: what loads it when the run is started, and its options."""
+    if not config.distill.teacher:
+        return None
+    from unisono.train.teacher import load_teacher  # which builds models of other configurations
+
+    return Distillation(partial(load_teacher, config, data.tokenizer, world), replace(config.distill, teacher=""))
+
+
+def check_quantize(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError for layers that cannot be trained, or that no rank has whole when it rounds them."""
+    options = config.quantize
+    if options.scheme == "none":
+        return
+    if not options.aware:
+        raise ConfigError(
+            given=f"quantize.scheme {options.scheme!r} without quantize.aware",
+            rule="stored integers have no gradient: such a model is evaluated and exported",
+            consequence="it cannot learn; nothing was started",
+            nearest="quantize.aware=true, which trains the weights behind the rounded ones, and unisono quantize after it",
+        )
+    if plan.mesh.tp > 1 or plan.mesh.ep > 1:
+        axis = "tp" if plan.mesh.tp > 1 else "ep"
+        raise ConfigError(
+            given=f"quantize.aware with plan.{axis} {getattr(plan.mesh, axis)}",
+            rule="a scale is that of a whole row of a weight, and a rank with a part of the layer does not have it",
+            consequence="the rounding would be another one than that of the quantized model; nothing was started",
+            nearest=f"plan.{axis}=1; plan.dp_shard and plan.pp divide the model too",
+        )
 
 
 def gpt_flops_per_token(model: GPT, seq_len: int) -> int:

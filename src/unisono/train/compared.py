@@ -18,18 +18,22 @@ BY_TRAINER = (
     *("launch.num_processes", "launch.num_threads"),
     *("train.steps", "train.epochs", "train.ema_decay", "train.spike_sigmas"),
     *("train.early_stop_patience", "train.loss_scale"),
+    *("distill.teacher_frac", "distill.temperature", "distill.features", "distill.features_weight"),
     *("train.eval_every_steps", "train.num_eval_samples"),  # where the evaluations decide the rate or the end
 )
 # compared as the configuration has them
 BY_CONFIGURATION = (
     *("components.model", "components.init", "components.objective", "components.transform"),
-    *("task", "model", "lora", "image", "text"),
+    *("task", "model", "lora", "quantize", "image", "text"),
     *("data.weights", "data.bucket_batches", "data.text_column", "data.tokenizer", "data.seq_len", "data.eval_frac"),
     *("data.eval_fold", "data.eval_split"),
     *("data.boundaries", "data.packing"),
 )
 # Addresses of data and weights, whose content is compared by fingerprint or by samples.
-BY_CONTENT = ("data.train", "data.eval", "data.sample_weights", "data.kept_rows", "data.corpus", "components.data")
+BY_CONTENT = (
+    *("data.train", "data.eval", "data.sample_weights", "data.kept_rows", "data.corpus", "components.data"),
+    "distill.teacher",
+)
 # Folders, speed, memory, what is kept and shown, and limits that end a run with an error: no step is another one.
 NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),
@@ -37,7 +41,7 @@ NOT_COMPARED = (
     *("loader.num_workers", "loader.worker_kind", "loader.timeout_s"),
     *("train.max_skips", "train.gc_every_steps", "train.gradient_stats_every_steps", "checkpoint", "observe"),
     *("launch.allocator", "launch.num_servers", "launch.num_replicas", "launch.snapshot_every_s", "launch.tls"),
-    *("launch.max_restarts", "launch.timeout_s", "launch.grace_s"),
+    *("launch.max_restarts", "launch.timeout_s", "launch.grace_s", "launch.collective_backend"),
 )
 
 

@@ -15,6 +15,7 @@ from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
 from unisono.models.init_rules import rule_problems
 from unisono.models.options import ModelOptions
+from unisono.models.quantize_options import QuantizeOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.optim.width_scaling import width_problems
@@ -29,6 +30,7 @@ from unisono.tasks.options import (
     TextOptions,
     inert_settings,
 )
+from unisono.train.distill_options import DistillOptions
 from unisono.train.metric_kinds import CLASSES, NUMBERS, kind_problems, objective_kind
 from unisono.train.options import RunOptions, TrainOptions
 
@@ -106,6 +108,7 @@ class RunConfig:
         task: What is predicted from what.
         model: Sizes of the built-in model, or a pretrained one.
         lora: Adapters of a pretrained model.
+        quantize: Layers whose weights have few bits.
         data: Sources of samples, or corpus, tokenizer and windows.
         image: Decoding and augmentation of images.
         text: Augmentation of texts.
@@ -113,6 +116,7 @@ class RunConfig:
         plan: Layout of model and batch on the ranks.
         optim: Optimizer, learning rate, decay and clipping.
         schedule: Learning rate over the steps.
+        distill: A teacher, whose outputs the model learns from.
         train: Length of the run, evaluations and the numerical guard.
         checkpoint: When checkpoints are written and how many are kept.
         observe: Console, trackers and report.
@@ -126,6 +130,7 @@ class RunConfig:
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    quantize: QuantizeOptions = field(default_factory=QuantizeOptions)
     data: DataOptions = field(default_factory=DataOptions)
     image: ImageOptions = field(default_factory=ImageOptions)
     text: TextOptions = field(default_factory=TextOptions)
@@ -133,6 +138,7 @@ class RunConfig:
     plan: PlanOptions = field(default_factory=PlanOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    distill: DistillOptions = field(default_factory=DistillOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -144,7 +150,20 @@ class RunConfig:
         """Rules that tie sections together."""
         yield from self._optimization_problems()
         yield from self._task_problems()
+        yield from self._distill_problems()
         yield from (("components.metrics", problem) for problem in self._metric_problems())
+
+    def _distill_problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a teacher where there is none, or none of features."""
+        given, unset = self.distill, DistillOptions()
+        acts = {name: bool(given.teacher) for name in ("teacher_frac", "temperature", "features")}
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.teacher")
+        )
+        acts = {"features_weight": bool(given.teacher and given.features)}
+        yield from (
+            (f"distill.{name}", each) for name, each in inert_settings(given, unset, acts, "no distill.features")
+        )
 
     def _metric_problems(self) -> Iterator[Problem]:
         """Metrics of classes for a task that predicts numbers, and the reverse."""
@@ -260,6 +279,14 @@ class RunConfig:
                     yield f"model.{field_name}", problem
             for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
                 yield f"lora.{name}", problem
+        if self.lora.rank and self.quantize.scheme != "none":
+            yield (
+                "quantize.scheme",
+                _conflict(
+                    f"quantize.scheme {self.quantize.scheme!r}",
+                    f"lora.rank {self.lora.rank}: adapters are no whole model",
+                ),
+            )
         if self.model.mup_base_dim:
             yield from self._width_problems()
 

@@ -66,9 +66,9 @@ class RankMemory:
         rank: The rank.
         stages: Numbers of its pipeline stages, from 0; none without a pipeline.
         ledger: What the plan says of parameters, gradients and the optimizer's state.
-        peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``optimizer``;
-            ``batch``; ``buffers`` that were made before the steps; and the phase of the step in which others were made, such as
-            ``forward``.
+        peak: Where in the step most is held. Kinds of storages: ``parameters``, with the model's buffers; ``teacher``, the
+            parameters of a teacher; ``optimizer``; ``batch``; ``buffers`` that were made before the steps; and the phase of the
+            step in which others were made, such as ``forward``.
         flops: Of matrix products, convolutions and attention in the step, with those that are computed again
             (``measure.operator_flops``).
         equal_blocks: Equal blocks of the model.
@@ -125,7 +125,9 @@ def trace_ranks(
     wanted = list(ranks) or ranks_to_trace(plan)
     traced = dict[int, RankMemory]()
     try:
-        if equal := find_equal_blocks(model := _model_without_values(given), plan):
+        # features name single blocks
+        names_blocks = given.distill is not None and bool(given.distill.options.features)
+        if not names_blocks and (equal := find_equal_blocks(model := _model_without_values(given), plan)):
             found = {rank: _extrapolate(given, plan, rank, model, equal) for rank in wanted}
             traced = {rank: memory for rank, memory in found.items() if memory is not None}
     except RuntimeError as error:
@@ -294,6 +296,8 @@ def _count_steps(
         for _ in range(STEPS):
             live.kind = "between phases"
             micro_batches = [prepared(micro) for micro in batch.micro_batches]
+            if parts.distilled is not None:
+                live.mark([*parts.distilled.teacher.model.parameters()], "teacher")
             begin_step(live, parts.built.model, parts.state, micro_batches)
             made = _unlike(micro_batches) if leaves_out else micro_batches
             share, work.flops = _numel(made) / _numel(micro_batches), 0

@@ -94,6 +94,7 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         data=given.input.data_without_fingerprint,
         config=given.provenance.get("settings", {}),
         loader=given.input.options,
+        teacher=None if parts.distilled is None else parts.distilled.settings,
     )
     return RunCheckpoints(
         given.run_dir / CHECKPOINTS_FOLDER,
@@ -200,8 +201,9 @@ def build_train_step(parts: RunParts) -> TrainStep:
             world=parts.world,
             context=parallel.context,
             pipeline=pipeline,
+            before_loss=None if parts.distilled is None else parts.distilled.observe,
         ),
-        objective=given.objective,
+        objective=parts.distilled or given.objective,
         named_losses=NamedLosses(parts.world, sums_ranks=not ranks_diverge),
         clip_norm=given.optim.norm_limit,
         plan=plan,

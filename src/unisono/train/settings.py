@@ -50,6 +50,7 @@ def run_settings(
     data: Dataset | None,
     config: Mapping[str, Any],
     loader: LoaderOptions | None = None,
+    teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that changes the mathematics of a step, apart from plan and data, as JSON by dotted name.
 
@@ -62,6 +63,7 @@ def run_settings(
         data: Training data whose fingerprint does not tell its content, of which some samples are read; None for other data.
         config: Settings of the configuration that are not their defaults (see ``compared_settings``); empty from Python.
         loader: How samples are loaded; None: by the defaults.
+        teacher: Digest of the teacher and options of its term; None without a teacher.
     """
     settings: dict[str, Any] = {"optimizer": dict(optimizer)}
     if isinstance(schedule, ScheduleOptions):
@@ -77,6 +79,8 @@ def run_settings(
     settings |= {f"train.{name}": getattr(options, name) for name in names}
     settings |= {name: function_name(function) for name, function in functions.items() if function is not None}
     settings["loader.max_bad_sample_frac"] = (loader or LoaderOptions()).max_bad_sample_frac
+    if teacher is not None:
+        settings["distill"] = dict(teacher)
     flat = _flatten(settings, "")
     flat["data.samples"] = sample_digests(data) if data is not None and len(data) else {}
     return {**flat, "model": dict(model), "config": dict(config)}

@@ -22,12 +22,13 @@ from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
 from unisono.device.torch_adapters import adapter_for, adapter_of
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure, rendezvous
+from unisono.dist.backends import AUTO
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
 from unisono.dist.watchdog import Watchdog
 from unisono.dist.world import MIN_MEET_S, on_first_rank
-from unisono.errors import ConfigError, PlanError, Problem
+from unisono.errors import ConfigError, PlanError, Problem, inert_problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.calibration import CALIBRATION_FILE
 from unisono.measure.ceiling import PeakFlops, node_baseline, peak_flops
@@ -69,6 +70,18 @@ def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, 
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
+def resolve_whole_model(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and a plan in which each rank has the whole model, whatever the plan of the training was."""
+    options, _ = with_strategy_file(options)
+    unsharded = PlanOptions(
+        device=options.device,
+        precision=options.precision,
+        global_batch=options.global_batch * job.world_size,
+        micro_batch=options.micro_batch,
+    )
+    return resolve_plan(unsharded, job)
+
+
 def watch_steps(world: World, run_dir: Path, step: Callable[[], int]) -> Watchdog | None:
     """Have the watchdog of the world count steps too, and write into the run's folder; returns a new one where it has none."""
     logs = run_dir / LOGS_FOLDER
@@ -93,13 +106,32 @@ def launched_job() -> JobSpec:
     return job
 
 
-def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
-    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
+def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float, backend: str = AUTO) -> World:
+    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010).
+
+    Args:
+        plan: The plan of the run.
+        job: This process's place in the job.
+        device_type: Type of the tensors in collectives.
+        timeout_s: Seconds after which a collective fails.
+        backend: Name of the back end that carries them (``launch.collective_backend``).
+
+    Raises ConfigError for a back end that would carry nothing, and as ``join_world``.
+    """
+    if backend != AUTO and (plan.sync.kind == "dist_async" or job.world_size == 1):
+        raise ConfigError(
+            inert_problem(
+                f"launch.collective_backend {backend!r} with {job.world_size} "
+                f"{'rank' if job.world_size == 1 else 'ranks'}, plan.sync {plan.sync.kind!r}",
+                "it carries what two or more ranks exchange that meet; dist_async has its own connections",
+                "launch.num_processes=2, or leave launch.collective_backend out",
+            )
+        )
     if plan.sync.kind == "dist_async":
         return World.alone(job)
     keeps = job.world_size > 1 and job.master_port and not rendezvous.has_scheduler(job)  # which keeps it
     store = _kept_store(job, timeout_s) if keeps else None
-    return join_world(job, device_type=device_type, timeout_s=timeout_s, store=store)
+    return join_world(job, device_type=device_type, timeout_s=timeout_s, store=store, backend=backend)
 
 
 @lru_cache(maxsize=1)

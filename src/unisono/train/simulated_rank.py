@@ -52,11 +52,14 @@ def assembled_rank(
             objective=as_objective(given.given_objective, lambda: None),
             input=replace(given.input, options=replace(given.input.options, num_workers=0)),
         )
-        if isinstance(inputs.model, nn.Module):
-            with ExitStack() as entered:
-                for mode in modes:
-                    entered.enter_context(mode)
+        teacher = None if inputs.distill is None else inputs.distill.build()
+        with ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
+            if isinstance(inputs.model, nn.Module):
                 inputs = replace(inputs, model=copied(inputs.model, device))
+            if inputs.distill is not None and teacher is not None:
+                inputs = replace(inputs, distill=replace(inputs.distill, teacher=copied(teacher, device)))
         inputs = inputs.with_steps(plan)
         stack.callback(lambda: [resource.close() for resource in resources])
         for mode in modes:

@@ -230,7 +230,8 @@ class TrainStep:
 class ForwardBackward:
     """Passes of micro-batches through the model as the plan has it: whole on this rank, or as stages of a pipeline.
 
-    ``inputs(batch)`` selects what ``model.forward`` takes. ``context`` shards sequences where ranks share them.
+    ``inputs(batch)`` selects what ``model.forward`` takes. ``context`` shards sequences where ranks share them. ``before_loss``
+    is called with each whole micro-batch that is trained on, after its forward pass.
     """
 
     model: nn.Module
@@ -239,6 +240,7 @@ class ForwardBackward:
     world: World
     context: ContextParallel | None = None
     pipeline: PipelineExecutor | None = None
+    before_loss: Callable[[Batch], None] | None = None
 
     def train(
         self,
@@ -260,7 +262,11 @@ class ForwardBackward:
                 with timers.phase("forward"):
                     sharded = self.shard_sequences(micro_batch)
                     with self.world.explain_collective_errors("forward pass"), self.autocast():
-                        value = loss(self.model(**self.inputs(sharded)), sharded)
+                        outputs = self.model(**self.inputs(sharded))
+                        if self.before_loss is not None:
+                            self.before_loss(micro_batch)
+                        value = loss(outputs, sharded)
+                        del outputs
                 fault_point("forward", step)
                 if number == len(micro_batches):
                     sync.prepare_last_backward()

@@ -43,6 +43,8 @@ def check_real_step_fits(
     needed = max(ledger.parameter_bytes + ledger.gradient_bytes + ledger.state_bytes for ledger in ledgers)
     if plan.is_model_sharded and isinstance(given.model, nn.Module):  # shards are cut from a copy of it
         needed += sum(parameter.numel * parameter.dtype.itemsize for parameter in whole.parameters.values())
+    if given.distill is not None:
+        needed += sum(parameter.nbytes for parameter in given.distill.build().parameters()) // plan.mesh.shard_degree
     free = _free_bytes(plan)
     if needed > free:
         raise ConfigError(

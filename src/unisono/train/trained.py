@@ -15,15 +15,13 @@ from unisono.data.dataset import Dataset, collated
 from unisono.data.loading.loader import Loader, Tensors, eval_batches, to_device
 from unisono.data.options import LoaderOptions
 from unisono.dist import World, job_from_environ, join_world
-from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
-from unisono.plan.resolve import with_strategy_file
 from unisono.train.build import RunData, build_data, build_metrics, build_model, find_objective
 from unisono.train.config import RunConfig
 from unisono.train.evaluate import evaluate
 from unisono.train.load import open_run_checkpoint, read_model
 from unisono.train.objectives import Objective, as_objective
-from unisono.train.setup import resolve_plan
+from unisono.train.setup import resolve_whole_model
 from unisono.train.step import ForwardBackward, input_selector
 
 
@@ -112,15 +110,9 @@ def trained_run(
         DataError: The data cannot be read.
     """
     job = job_from_environ(os.environ)
-    options, _ = with_strategy_file(config.plan)
-    unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
-        device=options.device,
-        precision=options.precision,
-        global_batch=options.global_batch * job.world_size,
-        micro_batch=options.micro_batch,
-    )
-    device, plan = resolve_plan(unsharded, job)
-    world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+    device, plan = resolve_whole_model(config.plan, job)
+    launch = config.launch
+    world = join_world(job, device_type=device.type, timeout_s=launch.timeout_s, backend=launch.collective_backend)
     try:
         sources = build_data(config, held_out_only=held_out_only)
         meta: Mapping[str, Any] = {}

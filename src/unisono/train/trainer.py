@@ -44,6 +44,8 @@ from unisono.train.argument_checks import check_arguments, check_without_eval_da
 from unisono.train.assembly import RunInputs, agree_on_run, assemble
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.callbacks import Every
+from unisono.train.distillation import Distillation
+from unisono.train.distilled_features import without_projections
 from unisono.train.failure_memory import beside_tensors, memory_of_failure
 from unisono.train.input_pipeline import InputPipeline, read_eval_source, read_source
 from unisono.train.loop import Result, SyncLoop
@@ -109,6 +111,7 @@ class Trainer:
             returns the mean of a micro-batch (``train.objectives.as_objective``); or the name of a built-in objective. Several
             losses by name, ``{name: tensor}``, take the place of the one: their sum is trained, and ``Step.losses`` and the
             events have each.
+        distill: A trained module that the model also learns from, its teacher (``train.distillation``). Default: none.
         optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
             class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
             first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
@@ -159,6 +162,7 @@ class Trainer:
         plan: Plan | PlanOptions | None = None,
         *,
         objective: Objective | Callable[[Any, Batch], Tensor | Mapping[str, Tensor]] | str,
+        distill: Distillation | None = None,
         optimizer: OptimOptions | GivenOptimizer | None = None,
         schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
         clip_norm: float | None = None,
@@ -183,7 +187,8 @@ class Trainer:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         check_arguments(locals())
-        check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
+        taught = None if distill is None else distill.options
+        check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None, taught)
         if eval_data is None:
             check_without_eval_data(options or TrainOptions(), checkpoint or CheckpointOptions())
         if isinstance(model, nn.Module):
@@ -226,6 +231,7 @@ class Trainer:
             callbacks=tuple(callbacks),
             observe=observe or ObserveOptions(),
             provenance=redact(provenance or {}),
+            distill=distill,
             shows_histograms=observe is not None and not HISTOGRAM_SINKS.isdisjoint(observe.trackers),
         )
         self._inputs = inputs_of_replay(self._inputs)
@@ -538,7 +544,7 @@ class Trainer:
                 self.save(wait=True)
             path = self.run_dir / CHECKPOINTS_FOLDER / step_name(self.state.step)
         if self.world.job.rank == 0:
-            with self.averaged_weights() if path is None else nullcontext():
+            with self.averaged_weights() if path is None else nullcontext(), without_projections(self._unsharded):
                 export_model(
                     self._unsharded,
                     Path(folder),

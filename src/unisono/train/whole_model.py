@@ -14,6 +14,7 @@ from unisono.checkpoint import CheckpointReader, open_checkpoint, verify
 from unisono.errors import CheckpointError
 from unisono.interop.huggingface import export
 from unisono.parallel.sharding import GlobalParameterSpec
+from unisono.train.distill_options import PROJECTIONS
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -64,7 +65,9 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
 
     ``model`` may be on the meta device. Raises CheckpointError if the checkpoint holds another model.
     """
-    names, first_names = set(snapshot.names()), saved_names(model)
+    # the layers that project features for a teacher are of use in training alone
+    names = {name for name in snapshot.names() if f"/{PROJECTIONS}." not in name}
+    first_names = saved_names(model)
     targets = {f"model/{first_names[name]}": t for name, t in model.state_dict(keep_vars=True).items()}
     wrong = [
         f"{name.removeprefix('model/')} is missing or of another shape"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from unisono.data.tokens.tokenizer import ByteTokenizer, Tokenizer, check_vocab, load_tokenizer
 from unisono.errors import DataError, ExtraError
@@ -105,6 +105,29 @@ def test_text_that_looks_like_a_special_token_is_text(byte_level: Path) -> None:
     (encoded,) = tokenizer.encode(["a<|endoftext|>b"])
     assert tokenizer.end_of_document not in encoded.ids
     assert tokenizer.decode([*encoded.ids.tolist(), tokenizer.end_of_document]) == "a<|endoftext|>b"
+
+
+def test_the_name_of_a_mask_token_is_that_token_where_it_is_asked_for(byte_level: Path, tmp_path: Path) -> None:
+    vocab = {name: number for number, name in enumerate(("[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "sat"))}
+    backend = Backend(models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    marks = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = load_tokenizer(str(tmp_path))
+    assert (
+        own.encode_masked("a [MASK] sat <mask>", 99) == backend.encode("a [MASK] sat [MASK]").ids == [1, 4, 3, 6, 3, 2]
+    )
+    assert own.encode_masked("a [MASK] sat <mask>", 5) == [1, 4, 3, 6, 2]
+    assert vocab["[MASK]"] not in own.encode_marked(["a [MASK] sat"], 99)[0]  # elsewhere it is text, also afterwards
+    # without such a token it is the id behind the vocabulary
+    assert ByteTokenizer().encode_masked("é[MASK]b<mask>", 9) == [256, 195, 169, 257, 98, 257]
+    assert ByteTokenizer().encode_masked("é[MASK]b<mask>", 4) == [256, 195, 169, 257]
+    file = load_tokenizer(str(byte_level))
+    (left,), (right,) = file.encode(["def "]), file.encode([" return"])
+    whole = [file.end_of_document, *left.ids.tolist(), file.vocab_size, *right.ids.tolist()]
+    assert file.encode_masked("def [MASK] return", 99) == whole
 
 
 def test_built_in_and_file_follow_one_protocol(byte_level: Path) -> None:

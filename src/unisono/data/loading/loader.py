@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from unisono.data.combined import OrderedDataset
-from unisono.data.dataset import CollateFn, Dataset, Ids, check_batch
+from unisono.data.dataset import Batch, CollateFn, Dataset, Ids, check_batch
 from unisono.data.loading.batch_builder import (
     BatchBuilder,
     BatchTransform,
@@ -482,7 +482,12 @@ def eval_batches(
         except Exception:
             check_held_out_samples(dataset, ids)
             raise
-        yield {name: _tensor(name, array) for name, array in check_batch(batch, ids.size).items()}
+        yield tensors_of(check_batch(batch, ids.size))
+
+
+def tensors_of(batch: Batch) -> Tensors:
+    """The arrays of a batch as tensors in host memory, by name. Raises DataError for arrays of anything but numbers."""
+    return {name: _tensor(name, array) for name, array in batch.items()}
 
 
 def to_device(micro_batch: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:
@@ -542,7 +547,7 @@ def needs_pinned_memory(device: torch.device | None) -> bool:
 def to_tensors(built: BuiltBatch, *, pin: bool) -> _Delivered:
     """The arrays of a built micro-batch as tensors, the ids of its skipped samples, and the times of its stages."""
     note_progress()
-    tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
+    tensors = tensors_of(built.arrays)
     if pin:
         tensors = {name: map_leaves(torch.Tensor.pin_memory, tensor) for name, tensor in tensors.items()}
     return tensors, built.skipped_ids, built.stages

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ BYTES = "bytes"
 # Names of the end-of-document token in published tokenizers, most specific first.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _PADDING_NAMES = ("[PAD]", "<pad>", "<|pad|>")
-_MASK_NAMES = ("[MASK]", "<mask>")
+MASK_NAMES = ("[MASK]", "<mask>")  # also what stands for a hidden token in a text
+_MASK = re.compile("|".join(map(re.escape, MASK_NAMES)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,10 @@ class Tokenizer(Protocol):
         """Ids of the words of one text, with special tokens, and the word of each, -1 for a special token."""
         ...
 
+    def encode_masked(self, text: str, length: int) -> list[int]:
+        """Ids of one text as ``encode_marked``, in which the names of mask tokens, such as ``[MASK]``, are ``mask``."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without the end-of-document id; invalid UTF-8 becomes U+FFFD."""
         ...
@@ -121,6 +127,10 @@ class ByteTokenizer:
             word_of += [number] * len(raw)
         return ids[:length], word_of[:length]
 
+    def encode_masked(self, text: str, length: int) -> list[int]:
+        """See ``Tokenizer.encode_masked``."""
+        return [self.end_of_document, *_with_masks(self, text)][:length]
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
@@ -145,7 +155,7 @@ class FileTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         self.end_of_document = end
         self.padding = next((vocab[text] for text in _PADDING_NAMES if text in vocab), end)
-        self.mask = next((vocab[text] for text in _MASK_NAMES if text in vocab), self.vocab_size)
+        self.mask = next((vocab[text] for text in MASK_NAMES if text in vocab), self.vocab_size)
         self.fingerprint = fingerprint
         self._backend = backend
 
@@ -167,6 +177,17 @@ class FileTokenizer:
         """See ``Tokenizer.encode_words``."""
         with _errors_of_file(self.name):
             return self._encode_words(words, length)
+
+    def encode_masked(self, text: str, length: int) -> list[int]:
+        """See ``Tokenizer.encode_masked``. Other special tokens of the file are read in the text, too."""
+        if self.mask == self.vocab_size:  # it has no such token
+            return [self.end_of_document, *_with_masks(self, text)][:length]
+        name = self._backend.id_to_token(self.mask)
+        self._backend.encode_special_tokens = False
+        try:
+            return self.encode_marked([name.join(_MASK.split(text))], length)[0]
+        finally:
+            self._backend.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         text_ids = [int(i) for i in ids if i != self.end_of_document]
@@ -261,6 +282,14 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
             consequence=f"ids {model_vocab}..{tokenizer_vocab - 1} would have no embedding",
             nearest=f"vocab_size {-(-tokenizer_vocab // 64) * 64}, the next multiple of 64",
         )
+
+
+def _with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text, with ``mask`` between what is before and behind the name of a mask token."""
+    ids: list[int] = []
+    for number, encoded in enumerate(tokenizer.encode(_MASK.split(text))):
+        ids += [tokenizer.mask] * (number > 0) + encoded.ids.tolist()
+    return ids
 
 
 def _cut_sizes(sizes: list[int], room: int) -> list[int]:

@@ -148,6 +148,8 @@ class BucketedAllReduce:
             return f"{by}: over the workers of each host, then across {len(set(hosts))} hosts"
         if not all(self._world.all_gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
             return f"{by}: gradients on devices"
+        if self._world.backends["cpu"] != "gloo":
+            return f"{by}: it carries what ranks of this host exchange too"
         try:
             self._memory = SharedMemoryAllReduce(self._world)
         except ConfigError as refusal:

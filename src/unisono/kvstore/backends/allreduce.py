@@ -384,8 +384,9 @@ def _staging(
 ) -> PushStaging | None:
     """Staging in shared memory; None where it is not wanted, or 'auto' and unavailable. A collective."""
     several_hosts = world.is_simulated and not world.job.is_local  # real ranks find out for themselves
+    by_gloo = world.backends["cpu"] == "gloo"  # another back end was chosen to carry the sums
     if shared_memory is not True and (
-        not shared_memory or hierarchical is True or world.group is None or several_hosts
+        not shared_memory or hierarchical is True or world.group is None or several_hosts or not by_gloo
     ):
         return None
     try:

@@ -72,7 +72,7 @@ def to_line(row: Row) -> str:
 
 
 def _rows(path: Path, columns: Sequence[str] | None, others: OtherFields | None) -> Iterator[Row]:
-    for line, number, offset in _lines(path):
+    for line, number, offset in lines_of(path):
         if others is None or columns is not None:
             yield row_of_line(line, path, number, offset, columns)
         else:
@@ -82,7 +82,7 @@ def _rows(path: Path, columns: Sequence[str] | None, others: OtherFields | None)
 def read_objects(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """The objects of the lines with values of any kind as they are, also those that no row can hold; with only these columns if
     given. Raises DataError as ``object_of_line``, or for an object without a column."""
-    for line, number, offset in _lines(path):
+    for line, number, offset in lines_of(path):
         values = object_of_line(line, path, number, offset)
         if columns is not None:
             check_columns(columns, values, f"line {number} of {path}")
@@ -90,7 +90,7 @@ def read_objects(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
         yield values
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
+def lines_of(path: Path) -> Iterator[tuple[bytes, int, int]]:
     """The lines, each with its number from 1, and where it begins."""
     with open_source(path) as file:
         offset = number = 0

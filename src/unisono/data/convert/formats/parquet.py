@@ -48,6 +48,7 @@ _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
 _NAMES: Final = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
 _CODEC: Final = "snappy"
+_ABSENT: Final = object()
 _CODECS: Final = {name: name.lower() for name in ("SNAPPY", "GZIP", "BROTLI", "LZ4", "ZSTD")} | {"UNCOMPRESSED": "none"}
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
@@ -166,10 +167,11 @@ def _rows(
                     if others is None:
                         raise
                     others.setdefault(name, OtherField(f"{batch.column(name).type} with nulls or uneven lists", error))
+                    cells[name] = _readable_cells(path, at, name, batch.column(name), field)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
         for values in zip(*cells.values(), strict=True) if cells else [()] * batch.num_rows:
-            yield dict(zip(cells, values, strict=True))
+            yield {name: value for name, value in zip(cells, values, strict=True) if value is not _ABSENT}
         at += batch.num_rows
     if at != file.metadata.num_rows:
         raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
@@ -371,6 +373,19 @@ def _cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> lis
         flat[begin:end].reshape(shape)
         for begin, end, shape in zip(bounds[:-1].tolist(), bounds[1:].tolist(), shapes.tolist(), strict=True)
     ]
+
+
+def _readable_cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> list[Any]:
+    """The values of a column, of which some are ``_ABSENT``: those that no row can hold."""
+    if field.shape is None:
+        return [_ABSENT if value is None else value for value in column.to_pylist()]
+    values: list[Any] = []
+    for row in range(len(column)):
+        try:
+            values += _cells(path, at + row, name, column.slice(row, 1), field)
+        except DataError:
+            values.append(_ABSENT)
+    return values
 
 
 def _no_nulls(path: Path, at: int, name: str, column: Any) -> None:

@@ -24,6 +24,7 @@ import xxhash
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
 from unisono.data.hidden_files import is_hidden, may_be_data
+from unisono.errors import DataError
 from unisono.sanitize import quoted, shorten
 from unisono.storage.files import is_inside, open_regular
 from unisono.storage.limits import MAX_LABELS, MAX_LIST_BYTES, MAX_RECORD_BYTES, LimitError, read_limited
@@ -79,12 +80,27 @@ def list_images(source: Path, *, root: Path | None = None, follow_links: bool = 
         entries = _lst_entries(source, listing) if source.suffix == ".lst" else _csv_entries(source, listing)
         _take(listing, entries, follow_links)
     if not listing.samples and not listing.bad:
-        raise unreadable_error(
-            f"{source}, which names no images",
-            f"images are files named {', '.join(sorted(IMAGE_SUFFIXES))}",
-            "a folder of images or of one folder per class, a .lst or a .csv",
-        )
+        raise _no_images(source)
     return listing
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images of a folder in the order of ``list_images``, of which not even the first bytes have been read.
+
+    Raises:
+        DataError: A folder cannot be read, a link leads out, or there are no images.
+    """
+    listing = ImageListing(root=folder)
+    names = _sorted_names(listing, follow_links=False)
+    if listing.bad:
+        raise unreadable_error(
+            f"{folder}: {listing.bad[0].path}: {listing.bad[0].reason}",
+            "all images of a folder are read",
+            "remove or repair it",
+        )
+    if not names:
+        raise _no_images(folder)
+    return [folder.joinpath(*parts) for parts in names]
 
 
 def shuffle_by_hash(names: list[str], salt: str) -> list[int]:
@@ -100,13 +116,25 @@ def label_problem(labels: Sequence[float]) -> str | None:
 
 
 def _list_folder(listing: ImageListing, follow_links: bool) -> None:
-    paths = sorted(_walk(listing, (), set(), follow_links), key=lambda parts: (parts[:-1], parts[-1]))
+    paths = _sorted_names(listing, follow_links)
     folders = sorted({parts[:-1] for parts in paths})
     numbers = {folder: number for number, folder in enumerate(folders)}
     if folders != [()]:
         listing.classes = ["/".join(folder) or "." for folder in folders]
     for key, parts in enumerate(paths):
         _add(listing, "/".join(parts), (numbers[parts[:-1]],), key)
+
+
+def _sorted_names(listing: ImageListing, follow_links: bool) -> list[tuple[str, ...]]:
+    return sorted(_walk(listing, (), set(), follow_links), key=lambda parts: (parts[:-1], parts[-1]))
+
+
+def _no_images(source: Path) -> DataError:
+    return unreadable_error(
+        f"{source}, which names no images",
+        f"images are files named {', '.join(sorted(IMAGE_SUFFIXES))}",
+        "a folder of images or of one folder per class, a .lst or a .csv",
+    )
 
 
 def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow: bool) -> Iterator[tuple[str, ...]]:
