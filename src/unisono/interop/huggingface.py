@@ -235,9 +235,9 @@ def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> 
     """The contents of the configuration files, by file name."""
     if isinstance(model, GPT):
         config = gpt.gpt_config(model, max_length, end_of_document)
-        return {_CONFIG: config | quantization_config(model, _names(model)[0], gpt.TIED)}
+        return {_CONFIG: config | quantization_config(model, _exported(model)[0], gpt.TIED)}
     if isinstance(model, BERT):
-        return {_CONFIG: bert_config(model) | quantization_config(model, _names(model)[0], TIED)}
+        return {_CONFIG: bert_config(model) | quantization_config(model, _exported(model)[0], TIED)}
     if _is_adapter(model):
         adapter: Any = cast(Any, model).peft_config[_active_adapter(model)]
         content: dict[str, Any] = {name: _plain(value) for name, value in adapter.to_dict().items()}
@@ -246,7 +246,7 @@ def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> 
         return {}
     theirs = cast(Any, model)
     config: dict[str, Any] = json.loads(theirs.config.to_json_string(use_diff=True))
-    named, tied = _names(model)
+    named, tied = _exported(model)
     outputs = [name.removesuffix(".weight") for name in tied]
     config |= {"architectures": [_class_name(model)], **quantization_config(model, named, outputs)}
     configs = {_CONFIG: config}

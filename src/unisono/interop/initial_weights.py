@@ -232,6 +232,8 @@ def _compare_configs(model: nn.Module, path: Path, source: str) -> None:
         raise _refused(
             source, f"its rotary positions are scaled ({json.dumps(nested)[:_SHOWN]})", "positions are not scaled"
         )
+    if theirs.get("quantization_config"):
+        raise _refused(source, "its weights are quantized", "a model starts with floating-point weights")
     theirs = {**nested, **theirs}
     other = [
         f"{name} {theirs[name]!r}, here {value!r}"
