@@ -106,6 +106,25 @@ def test_a_hugging_face_folder(desk: Desk, tmp_path: Path) -> None:
     assert tuned.code == 0, tuned.err
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's use of transformers
+def test_adapters_are_refused(desk: Desk, tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
+    )
+    pytest.importorskip("peft", reason="NOT CHECKED: the extra 'lora' (peft) is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=320)).save_pretrained(
+        tmp_path / "theirs"
+    )
+    given = [each for each in desk.settings if each.startswith(("--set=data.", "--set=plan."))]
+    for option in ("--ffn=0.5", "--sparsity=0.5"):
+        done = desk.here(
+            "prune", str(tmp_path / "theirs"), "--out", str(tmp_path / "out"), option, *given, "--set=lora.rank=2"
+        )
+        assert done.code == 2
+        assert "a model with adapters, lora.rank 2" in done.err
+
+
 def test_zeros_keep_the_shapes(desk: Desk, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = desk.here("prune", str(source), "--out", str(out), "--pattern=2:4", "--skip=blocks.0.*")

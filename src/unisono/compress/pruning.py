@@ -60,7 +60,7 @@ def prune(
         out: The folder of the result.
 
     Raises:
-        ConfigError: The model is quantized, has no such parts, or would have none left, or a name pattern fits nothing.
+        ConfigError: The model is quantized, has adapters or no such parts, or would have none left; a name pattern fits nothing.
     """
     quantized = resolved.value.quantize.scheme
     if quantized != "none":
@@ -69,6 +69,13 @@ def prune(
             rule="weights in floating point are pruned, and rounded after it",
             consequence="nothing was pruned",
             nearest="prune the model that it was made from, then unisono quantize, or unisono train with quantize.aware",
+        )
+    if resolved.value.lora.rank:
+        raise ConfigError(
+            given=f"a model with adapters, lora.rank {resolved.value.lora.rank}",
+            rule="the export of such a model is its adapters alone, and pruning changes the weights below them",
+            consequence="nothing was pruned",
+            nearest="the pretrained folder itself, with model.pretrained of the result for new adapters",
         )
     structured = bool(removal.heads or removal.ffn or removal.layers)
     _check_patterns(run.model, removal, sparsity)
