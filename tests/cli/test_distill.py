@@ -24,10 +24,10 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 @pytest.fixture(scope="module")
-def large(desk: Desk) -> Path:
+def large(shared_desk: Desk) -> Path:
     """A finished run of a larger model, to be read only."""
-    run_dir = desk.folder / "large"
-    done = desk.train(run_dir, *LARGER)
+    run_dir = shared_desk.folder / "large"
+    done = shared_desk.train(run_dir, *LARGER)
     assert done.code == 0, done.err
     return run_dir
 

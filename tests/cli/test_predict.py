@@ -54,7 +54,7 @@ Run = Callable[[str], tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def run(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(shared_desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """``run(task)``: the folder of a short run of it, and its held-out data, which are its training data too."""
     made: dict[str, tuple[Path, Path]] = {}
 
@@ -64,7 +64,7 @@ def run(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Run:
             write, name, settings = TASKS[task]
             data = write(folder / name)
             given = [f"--set=data.train={data}", f"--set=data.eval={data}", f"--set=run.dir={folder / 'run'}"]
-            done = desk.here("train", "--debug", *given, *STEPS, *settings)
+            done = shared_desk.here("train", "--debug", *given, *STEPS, *settings)
             assert done.code == 0, done.err
             made[task] = folder / "run", data
         return made[task]

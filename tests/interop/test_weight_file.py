@@ -29,7 +29,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 MAKER = Path(__file__).parents[1] / "peers" / "make_weights_fixtures.py"
 SUFFIXES = {"safetensors": ".safetensors", "mxnet": ".params", "mindspore": ".ckpt"}
 WHOLE = [[0, 1, 2], [3, 100, 101]]
-FILES = sorted(path.name for path in FIXTURES.iterdir())
+FILES = sorted(path.name for path in FIXTURES.iterdir() if path.is_file())
 
 
 def load(path: Path) -> dict[str, Tensor]:
