@@ -82,6 +82,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "plan",
         "predict",
         "profile",
+        "prune",
         "quantize",
         "report",
         "top",

@@ -37,12 +37,12 @@ def gpt(**changes: object) -> GPT:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_llama_of_transformers_gives_the_same_logits(tmp_path: Path, tied: bool, kv_heads: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 0), (4, 0), (2, 6)])
+def test_llama_of_transformers_gives_the_same_logits(tmp_path: Path, tied: bool, kv_heads: int, head_dim: int) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
     )
-    model = gpt(tied=tied, num_kv_heads=kv_heads)
+    model = gpt(tied=tied, num_kv_heads=kv_heads, head_dim=head_dim)
     folder = export(model, tmp_path / "out", max_length=64, end_of_document=5, tokenizer=None)
     llama, loading = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["missing_keys"]
@@ -56,12 +56,13 @@ def test_llama_of_transformers_gives_the_same_logits(tmp_path: Path, tied: bool,
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-4), (ours - theirs).abs().max()
 
 
+@pytest.mark.parametrize("head_dim", [0, 6])
 @pytest.mark.parametrize(("balance", "kind"), [("loss", "Mixtral"), ("none", "Mixtral"), ("bias", "Ernie4_5_Moe")])
-def test_experts_open_as_a_class_that_chooses_alike(tmp_path: Path, balance: str, kind: str) -> None:
+def test_experts_open_as_a_class_that_chooses_alike(tmp_path: Path, balance: str, kind: str, head_dim: int) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
     )
-    model = gpt(num_experts=6, num_experts_per_token=3, ffn_dim=24, balance=balance, tied=False)
+    model = gpt(num_experts=6, num_experts_per_token=3, ffn_dim=24, balance=balance, tied=False, head_dim=head_dim)
     biases = [block.ffn.router.bias for block in model.blocks if balance == "bias"]
     for bias in biases:
         bias += 0.2 * torch.randn(6)

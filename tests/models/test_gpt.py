@@ -91,4 +91,7 @@ def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
         "  try:  num_heads in {6, 8, 4}".replace("{6, 8, 4}", "{4, 6, 8}")
     )
     assert found["num_kv_heads"].nearest == "num_kv_heads in {1, 7}"
+    assert [name for name, _ in ModelOptions(dim=96, num_heads=7, num_kv_heads=7, head_dim=8).problems()] == []
+    odd = dict(ModelOptions(dim=96, num_heads=7, num_kv_heads=7, head_dim=5).problems())
+    assert odd["head_dim"].nearest == "head_dim=6"
     assert not list(ModelOptions(vocab_size=8).problems())

@@ -306,6 +306,13 @@ def test_only_the_experts_a_token_meets_count_as_work() -> None:
     assert gpt_flops_per_token(gpt(num_experts_per_token=5), 16) > gpt_flops_per_token(gpt(), 16)
 
 
+def test_the_work_of_attention_follows_the_width_of_its_heads() -> None:
+    """Twice the width is as much work of products with tokens, beside the matrices."""
+    narrow, wide = (gpt(num_experts=0, ffn_dim=40, head_dim=width) for width in (6, 12))
+    work = [gpt_flops_per_token(model, 32) - gpt_flops_per_token(model, 16) for model in (narrow, wide)]
+    assert work[1] == 2 * work[0]
+
+
 def test_settings_that_do_not_fit() -> None:
     found = dict(ModelOptions(**{**SMALL, "num_experts_per_token": 6}).problems())
     assert str(found["num_experts_per_token"]) == (

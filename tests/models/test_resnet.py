@@ -135,6 +135,18 @@ def test_with_group_norm_a_sample_does_not_depend_on_the_others() -> None:
     assert not torch.allclose(batch(image)[:2], batch(image[:2]), rtol=1e-2)
 
 
+def test_fewer_channels_inside_the_blocks() -> None:
+    small, whole = build(inner_width=2), build()
+    assert [tuple(block.conv2.weight.shape[:2]) for block in small.blocks] == [(2, 2), (4, 4), (4, 4)]
+    assert small(torch.randn(2, 3, 16, 16)).shape == (2, 5)
+    assert [block.conv3.weight.shape[0] for block in small.blocks] == [
+        block.conv3.weight.shape[0] for block in whole.blocks
+    ]
+    with pytest.raises(ConfigError) as caught:
+        ResNetOptions(depths=(1, 2), widths=(32, 64), norm="group", inner_width=24)
+    assert caught.value.problems[0].nearest == "groups=8"
+
+
 def test_sizes_that_cannot_be_built() -> None:
     with pytest.raises(ConfigError) as caught:
         ResNetOptions(depths=(1, 2), widths=(48,), norm="group")

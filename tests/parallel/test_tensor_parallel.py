@@ -41,7 +41,7 @@ def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: d
 @pytest.mark.parametrize(
     ("ranks", "axes", "sizes"),
     [
-        (2, {"tp": 2}, {"num_kv_heads": 1, "tied": False, "vocab_size": 49}),
+        (2, {"tp": 2}, {"num_kv_heads": 1, "tied": False, "vocab_size": 49, "head_dim": 6}),
         pytest.param(4, {"tp": 4}, {"num_kv_heads": 1, "vocab_size": 51}, marks=pytest.mark.full),
         (4, {"tp": 4, "sequence_parallel": True}, {"num_kv_heads": 2, "vocab_size": 51, "tied": False}),
         pytest.param(

@@ -58,6 +58,7 @@ def test_a_configuration_has_all_parameters_of_the_model_that_it_builds(tmp_path
     }
     if name != "bert":
         model |= {"num_kv_heads": rng.choice([1, 2, heads]), "tied": rng.random() < 0.5}
+        model["head_dim"] = rng.choice([0, 6, 16])
     if name == "moe":
         model |= {"num_experts": rng.choice([0, 3, 8]), "balance": rng.choice(["bias", "loss", "none"])}
     if not model.get("num_experts", 1):

@@ -168,6 +168,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "model.tied": ("false", TEXT, [], 1),
     "model.norm_eps": ("1e-6", TABLE, TEXT, 1),
     "model.rope_theta": ("5000", TEXT, [], 1),
+    "model.head_dim": ("8", TEXT, [], 1),
     "model.mup_base_dim": ("64", TEXT, [], 1),
     "model.num_experts_per_token": ("3", [], ["model.num_experts=4"], 1),
     "model.capacity_factor": ("1.5", [], ["model.num_experts=4"], 1),

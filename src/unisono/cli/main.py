@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "predict": "Say what a trained model predicts for new data.",
     "quantize": "Write a smaller model with weights of 8 or 4 bits.",
+    "prune": "Make a trained model smaller: fewer heads, hidden units, layers, or zeros.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
     "plan": "Show, check, compare, write strategy files.",

@@ -32,6 +32,8 @@ from unisono.train.trained import TrainedRun
 from unisono.train.whole_model import saved_names
 
 RECORD_FILE: Final = "compression.json"
+EXPORT_FOLDER: Final = "export"
+_NOT_ON_CARD: Final = ("what", "source", "figures", "sensitivity", "kept_heads")
 
 
 def write_result(
@@ -75,7 +77,8 @@ def write_result(
             meta={**run.meta, "compression": facts},
         )
         card = model_card(run, comparison, facts)
-        export_run(model, config, run.sources.tokenizer, unfinished / "export", card=card)
+        # model.pretrained of the new configuration may be the export itself, so the tokenizer is that of the source
+        export_run(model, run.config, run.sources.tokenizer, unfinished / EXPORT_FOLDER, card=card)
         write_atomically(unfinished / RECORD_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         unfinished.rename(target)
     except OSError as error:
@@ -112,11 +115,7 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
         f"- configuration: `{facts['source']['config']}`",
         *([f"- training data: `{order['data']}`"] if "data" in order else []),
         *([f"- plan of the training: `{json.dumps(_short(environment['plan']))}`"] if "plan" in environment else []),
-        *(
-            f"- {name}: `{json.dumps(value)}`"
-            for name, value in facts.items()
-            if name not in ("what", "source", "figures")
-        ),
+        *(f"- {name}: `{json.dumps(value)}`" for name, value in facts.items() if name not in _NOT_ON_CARD),
         "",
         "| | before | after |",
         "|---|---|---|",

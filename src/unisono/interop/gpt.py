@@ -104,7 +104,7 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
         "num_hidden_layers": options.num_layers,
         "num_attention_heads": options.num_heads,
         "num_key_value_heads": options.num_kv_heads,
-        "head_dim": options.dim // options.num_heads,
+        "head_dim": options.head_width,
         "hidden_act": "silu",
         "max_position_embeddings": max_length,
         "rms_norm_eps": options.norm_eps,
@@ -135,5 +135,5 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
 
 def _interleave_rotary(weight: Tensor, options: ModelOptions) -> Tensor:
     """Reorder rows (i, i + half) of each head of ``weight`` [heads · width, ...] to (2i, 2i + 1)."""
-    half = options.dim // options.num_heads // 2
+    half = options.head_width // 2
     return weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)

@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.width = (
             options.num_heads,
             options.num_kv_heads,
-            options.dim // options.num_heads,
+            options.head_width,
         )
         self.q = nn.Linear(options.dim, self.heads * self.width, bias=False)
         self.k = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
@@ -158,7 +158,7 @@ class GPT(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
-        cos, sin = rotary_angles(positions, self.options.dim // self.options.num_heads, self.options.rope_theta)
+        cos, sin = rotary_angles(positions, self.options.head_width, self.options.rope_theta)
         if cos.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E/2]
         mask = None

@@ -139,10 +139,14 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert and ``counts`` [E] of rows per expert → outputs of the experts [M, D]."""
+        hidden = self.hidden(rows, counts)
+        return _grouped_matmul(hidden, self._matrix("down").to(hidden.dtype), counts)
+
+    def hidden(self, rows: Tensor, counts: Tensor, /) -> Tensor:
+        """rows [M, D] and ``counts`` [E] as for ``compute`` → hidden units [M, F]."""
         dtype = matmul_dtype(rows)
-        rows, gate, up, down = (tensor.to(dtype) for tensor in (rows, *map(self._matrix, EXPERT_MATRICES)))
-        hidden = F.silu(_grouped_matmul(rows, gate, counts)) * _grouped_matmul(rows, up, counts)  # [M, F]
-        return _grouped_matmul(hidden, down, counts)
+        rows, gate, up = (tensor.to(dtype) for tensor in (rows, self._matrix("gate"), self._matrix("up")))
+        return F.silu(_grouped_matmul(rows, gate, counts)) * _grouped_matmul(rows, up, counts)
 
     def _matrix(self, name: str) -> Tensor:
         matrix: Tensor | Callable[[], Tensor] = getattr(self, name)

@@ -47,10 +47,18 @@ class ModelOptions:
         applies_with="components.model gpt or moe",
         ge=1,
     )
+    head_dim: int = option(
+        0,
+        "Width of an attention head, an even number; 0 = dim / num_heads.",
+        applies_with="components.model gpt or moe",
+        ge=0,
+        le=MAX_WIDTH,
+    )
     ffn_dim: int = option(
         0,
-        "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert).",
-        applies_with="components.model gpt, moe or bert",
+        "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert). In a "
+        "resnet the channels inside the blocks of the first stage, others in proportion; 0 = 64.",
+        applies_with="components.model gpt, moe, bert or resnet",
         ge=0,
         le=MAX_WIDTH,
     )
@@ -106,13 +114,28 @@ class ModelOptions:
     )
 
     @property
+    def head_width(self) -> int:
+        """Width of an attention head, with 0 resolved."""
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
     def hidden_ffn(self) -> int:
         """Feed-forward width, with 0 resolved: SwiGLU has three matrices, so 8/3 of dim keeps the usual 8·dim² weights."""
         return self.ffn_dim or -(-8 * self.dim // 3 // 32) * 32
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems between two fields, by field name."""
-        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
+        if self.head_dim % 2:
+            yield (
+                "head_dim",
+                Problem(
+                    given=f"head_dim {self.head_dim}",
+                    rule="each head's width is even (rotary pairs)",
+                    consequence="the attention cannot be built",
+                    nearest=f"head_dim={self.head_dim + 1}",
+                ),
+            )
+        elif not self.head_dim and (self.dim % self.num_heads or self.dim // self.num_heads % 2):
             legal = [h for h in range(1, self.dim + 1) if self.dim % h == 0 and self.dim // h % 2 == 0]
             near = sorted(legal, key=lambda h: abs(h - self.num_heads))[:3]
             yield (

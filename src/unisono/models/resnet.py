@@ -29,6 +29,8 @@ class ResNetOptions:
         widths: Channels of the 3x3 convolutions of each stage.
         norm: "batch" depends on the other samples of a micro-batch, "group" (Wu and He 2018) does not.
         groups: Groups of channels of a group norm.
+        inner_width: Channels inside the blocks of the first stage, those of others are in proportion; 0 = ``widths[0]``, as in
+            the paper.
         stem: "image" reduces height and width to a quarter before the first block; "small" keeps them, for images of about
             32 pixels.
 
@@ -42,6 +44,7 @@ class ResNetOptions:
     widths: tuple[int, ...] = (64, 128, 256, 512)
     norm: Literal["batch", "group"] = "batch"
     groups: int = 32
+    inner_width: int = 0
     stem: Literal["image", "small"] = "image"
 
     def __post_init__(self) -> None:
@@ -55,9 +58,10 @@ class ResNetOptions:
                     nearest="depths=(3, 4, 6, 3), widths=(64, 128, 256, 512)",
                 )
             )
-        uneven = [width for width in self.widths if self.norm == "group" and width % self.groups]
+        sizes = [size for width in self.widths for size in (width, self.inner(width))]
+        uneven = [size for size in sizes if self.norm == "group" and size % self.groups]
         if uneven:
-            near = max(n for n in range(1, self.groups + 1) if not any(width % n for width in self.widths))
+            near = max(n for n in range(1, self.groups + 1) if not any(size % n for size in sizes))
             problems.append(
                 Problem(
                     given=f"groups {self.groups} with widths {self.widths}",
@@ -69,6 +73,10 @@ class ResNetOptions:
         if problems:
             raise ConfigError(*problems)
 
+    def inner(self, width: int) -> int:
+        """Channels inside a block of a stage of ``width``."""
+        return max(1, round(width * (self.inner_width or self.widths[0]) / self.widths[0]))
+
     def make_norm(self, channels: int) -> nn.Module:
         """A norm over ``channels`` channels."""
         return nn.BatchNorm2d(channels) if self.norm == "batch" else nn.GroupNorm(self.groups, channels)
@@ -79,12 +87,12 @@ class Bottleneck(nn.Module):
 
     def __init__(self, options: ResNetOptions, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        out = width * EXPANSION
-        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.norm1 = options.make_norm(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.norm2 = options.make_norm(width)
-        self.conv3 = nn.Conv2d(width, out, 1, bias=False)
+        out, inner = width * EXPANSION, options.inner(width)
+        self.conv1 = nn.Conv2d(channels, inner, 1, bias=False)
+        self.norm1 = options.make_norm(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)
+        self.norm2 = options.make_norm(inner)
+        self.conv3 = nn.Conv2d(inner, out, 1, bias=False)
         self.norm3 = options.make_norm(out)
         self.shortcut = None
         if stride != 1 or channels != out:

@@ -125,7 +125,7 @@ def _configured_shape(path: Path, seq_len: int, *, trust_python: bool) -> ModelS
         hidden=model.dim,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
-        head_dim=model.dim // model.num_heads,
+        head_dim=model.head_width,
         ffn=model.hidden_ffn,
         gated=True,
         vocab=vocab,

@@ -32,6 +32,7 @@ _READS: Final[dict[str, tuple[str, ...]]] = {
     "moe": tuple(name for name in _GPT if name != "mup_base_dim"),
     "bert": ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "dropout", "norm_eps"),
     "mlp": ("num_layers", "dim", "vocab_size", "dropout"),
+    **{name: ("ffn_dim",) for name in MODELS if name.startswith("resnet")},
 }
 
 

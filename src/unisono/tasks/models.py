@@ -75,6 +75,7 @@ def build_named(
             classes=num_outputs(task),
             channels=3 if image.color == "rgb" else 1,
             depths=RESNET_DEPTHS[depth[1] or "50"],
+            inner_width=model.ffn_dim,
             stem="small" if image.size <= SMALL_IMAGE else "image",
         )
     )

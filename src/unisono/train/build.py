@@ -447,7 +447,7 @@ def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
     return transformer_flops_per_token(
         matmul_params=matmul_params(model) - inactive_parameters(model) + tied,
         layers=options.num_layers,
-        attention_dim=options.dim,
+        attention_dim=options.num_heads * options.head_width,
         seq_len=seq_len,
     )
 
