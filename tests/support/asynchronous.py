@@ -15,7 +15,8 @@ import torch
 from parameter_servers import ParameterServers
 from pool import Pool
 
-from unisono import Trainer
+from unisono import PlanOptions, Trainer, TrainOptions
+from unisono.checkpoint import find_latest, open_checkpoint
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 
@@ -92,6 +93,30 @@ def one_process(world: World, run_dir: str, **changes: Any) -> dict[str, Any]:
             losses.append(step.loss)
     values = digests(run)
     return {"samples": samples, "losses": losses, "values": values, "weight": float(run.state.weight_total)}
+
+
+def worker_statistics(
+    job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int
+) -> dict[str, list[float]]:
+    return statistics(place(job, addresses, secret, ranks), run_dir, sync="dist_async")
+
+
+def statistics(world: World, run_dir: str, sync: str = "auto") -> dict[str, list[float]]:
+    """Buffers of a batch norm after six steps, as a checkpoint has them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    inputs = torch.rand(48, 4, generator=torch.Generator().manual_seed(1))
+    plan = PlanOptions(global_batch=8, precision="fp32", sync=sync)
+    options = TrainOptions(steps=6, eval_every_steps=0)
+    data = [(x, x.sum()[None]) for x in inputs]
+    with Trainer(model, data, plan, objective=torch.nn.MSELoss(), options=options, world=world, run_dir=run_dir) as run:
+        run.fit()
+    reader = open_checkpoint(find_latest(Path(run_dir) / "checkpoints", World.alone(JobSpec())))
+    return {
+        name: reader.tensor(name).flatten().tolist()
+        for name in reader.names()
+        if "running" in name or "num_batches" in name
+    }
 
 
 def samples_of(first: int, last: int) -> list[int]:

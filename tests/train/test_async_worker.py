@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from asynchronous import SHARED, STEPS, digests, one_process, place, samples_of, together, worker
+from asynchronous import (
+    SHARED,
+    STEPS,
+    digests,
+    one_process,
+    place,
+    samples_of,
+    statistics,
+    together,
+    worker,
+    worker_statistics,
+)
 from nursery import Nursery
 from parameter_servers import ParameterServers, parameter_servers
 from pool import Pool
@@ -77,6 +88,15 @@ def test_a_save_that_is_claimed_ahead_is_not_lost() -> None:
     assert claim(True) is None
     assert claims.work_item == WorkItem("save", 4)
     assert claim(True) == 4
+
+
+def test_statistics_of_a_batch_norm_are_those_of_the_workers_samples(
+    tmp_path: Path, pool: Pool, servers: ParameterServers
+) -> None:
+    (found,) = together(pool, servers, tmp_path / "run", 1, does=worker_statistics)
+    (alone,) = pool.run(statistics, str(tmp_path / "alone"), ranks=1)
+    assert found["model/1.num_batches_tracked"] == [6]
+    assert found == alone
 
 
 @pytest.mark.parametrize("optim", [{}, pytest.param({"kind": "lamb", "lr": 1e-2}, marks=pytest.mark.full)])

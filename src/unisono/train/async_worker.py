@@ -294,9 +294,15 @@ class AsyncWorker(SyncState):
 
     @torch.no_grad()
     def pull_model(self) -> None:
-        """Copy the servers' parameters and buffers into the model, exactly; at a save or the end, take their step too."""
-        self._servers.pull(self._values, exact=True).wait()
-        if self.work_item.kind != "wait":
+        """Copy the servers' parameters into the model, exactly; at a save or the end, take their step too.
+
+        Only at the start are buffers copied too: no gradient changes those of the servers, and statistics, such as a batch
+        norm's, are then those of the samples that this worker has seen.
+        """
+        if self.work_item.kind == "wait":
+            self._servers.pull(self._values, exact=True).wait()
+        else:
+            self._servers.pull({name: self._values[name] for name in self._parameters}, exact=True).wait()
             self._state.step = self.step
             self._state.weight_total.fill_(self._claim.weight)
 
