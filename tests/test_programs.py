@@ -53,7 +53,9 @@ def test_a_program_runs_as_it_says(name: str, command: str, tmp_path: Path) -> N
     assert done.stdout.strip().splitlines(), "it says nothing of its result"
 
 
-def test_every_program_asserts_its_result() -> None:
+def test_every_program_asserts_its_result_and_is_on_the_page() -> None:
+    page = (PROGRAMS.parents[1] / "docs" / "programs.md").read_text()
     for path in PROGRAMS.glob("*.py"):
+        assert f"`{path.name}`" in page
         tree = ast.parse(path.read_text())
         assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path

@@ -48,7 +48,9 @@ num_processes = 4
     chosen = json.loads((root / "auto" / "plan.json").read_text())
     auto, plain = (unisono("eval", root / name)["evaluation"]["loss"] for name in ("auto", "plain"))
     mesh = {axis: size for axis, size in chosen["mesh"].items() if isinstance(size, int) and size > 1}
-    print(f"the planner chose {mesh} for 4 processes; held-out loss {auto:.5f}, with data parallelism alone {plain:.5f}")
+    print(
+        f"the planner chose {mesh} for 4 processes; held-out loss {auto:.5f}, with data parallelism alone {plain:.5f}"
+    )
     assert abs(auto - plain) < 1e-3 * plain  # the plan decides who computes what, and nothing else
 
 

@@ -56,7 +56,7 @@ class Compressed:
 
 def takes_source(function: F) -> F:
     """Decorator that adds SOURCE, which checkpoint of it, its data and code, ``--out``, and what the result may cost."""
-    function = takes_evaluation(takes_model(takes_checkpoint(trusts_python(function))))
+    function = takes_model(takes_evaluation(takes_checkpoint(trusts_python(function))))
     for option in (
         click.option(
             "--max-drop",
