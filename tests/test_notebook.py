@@ -64,6 +64,11 @@ WALK = {
     "PlanOptions": ("PlanOptions(global_batch=16)", r"PlanOptions\(global_batch=16\)"),
     "RunOptions": ("RunOptions(dir='runs/a')", r"RunOptions\(dir='runs/a'\)"),
     "TrainOptions": ("TrainOptions(steps=40)", r"TrainOptions\(steps=40\)"),
+    "DistillOptions": ("DistillOptions(temperature=4.0)", r"DistillOptions\(temperature=4\.0\)"),
+    "Distillation": (
+        "Distillation(Net(), DistillOptions(temperature=4.0))",
+        r"(?s)Distillation\(teacher=Net\(.*\), options=DistillOptions\(temperature=4\.0\)\)",
+    ),
     "Components": ("Components(model=Net, objective=hits)", r"Components\(model=Net, objective=hits\)"),
     "RunConfig": ("RunConfig(train=TrainOptions(steps=40))", r"RunConfig\(train=TrainOptions\(steps=40\)\)"),
     "load_config": (

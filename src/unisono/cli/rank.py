@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -213,9 +213,10 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
     """
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
-    with run.averaged_weights(), without_projections(run.model):
+    spread = run.plan.is_model_sharded
+    with run.averaged_weights(), nullcontext() if spread else without_projections(run.model):
         model, snapshot = run.model, None
-        if run.plan.is_model_sharded:
+        if spread:
             # this rank has a part of the model; export the checkpoint just committed, one tensor at a time
             alone = join_world(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
             snapshot, model = open_run_checkpoint(config, alone, None), empty_model(config, tokenizer)
