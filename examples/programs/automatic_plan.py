@@ -34,6 +34,9 @@ dim = 64
 [plan]
 global_batch = 8
 precision = "fp32"
+recompute = "none"  # what is set stays: the planner chooses the rest
+cp = 1
+pp = 1
 [train]
 steps = 20
 [launch]
@@ -43,10 +46,9 @@ num_processes = 4
     config = root / "run.toml"
     for processes in (2, 4):  # once on a machine: the links between all ranks, and between two of them
         unisono("plan", "calibrate", "--processes", processes)
-    unisono("train", "--plan", "auto", config, f"--set=run.dir={root / 'auto'}")
-    unisono("train", config, f"--set=run.dir={root / 'plain'}")
+    auto = unisono("train", "--plan", "auto", config, f"--set=run.dir={root / 'auto'}")["evaluation"]["loss"]
+    plain = unisono("train", config, f"--set=run.dir={root / 'plain'}")["evaluation"]["loss"]
     chosen = json.loads((root / "auto" / "plan.json").read_text())
-    auto, plain = (unisono("eval", root / name)["evaluation"]["loss"] for name in ("auto", "plain"))
     mesh = {axis: size for axis, size in chosen["mesh"].items() if isinstance(size, int) and size > 1}
     print(
         f"the planner chose {mesh} for 4 processes; held-out loss {auto:.5f}, with data parallelism alone {plain:.5f}"
