@@ -479,8 +479,8 @@ def test_a_model_of_ones_own_code(desk: Desk) -> None:
     assert desk.here("plan", "check", "own.json").code == 0
     configured = desk.here("plan", *job, "--model=own.py").json
     assert configured["best"] == named.json["best"]
-    unnamed = desk.here("plan", *job, "--model=own.py:mkae")
-    assert (unnamed.code, "own.py has no mkae" in unnamed.out) == (2, True)
+    unnamed = desk.here("plan", *job, "--model=own.py:none_such")
+    assert (unnamed.code, "own.py has no none_such" in unnamed.out) == (2, True)
 
 
 def test_code_that_a_run_folder_names_needs_trust(desk: Desk) -> None:

@@ -164,7 +164,7 @@ def test_a_model_that_got_too_bad_is_not_written(desk: Desk, source: Path, tmp_p
         (["--pattern=2:4", "--sparsity=0.3"], "two of each four"),
         (["--sparsity=0.5", "--sensitivity"], "--ffn 0.25 --sensitivity"),
         (["--ffn=0.5", "--skip=blocks.0"], "prune all blocks alike"),
-        (["--sparsity=0.5", "--skip=blok*"], "--skip blok*"),
+        (["--sparsity=0.5", "--skip=bricks*"], "--skip bricks*"),
         (["--layers=1", "--skip=blocks.*"], "of which 2 stay"),
     ],
 )

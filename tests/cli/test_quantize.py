@@ -190,7 +190,7 @@ def test_after_training_with_rounding_nothing_changes(desk: Desk, tmp_path: Path
             "quantize.group_size 32 with 16 inputs of blocks.0.attention.q",
         ),
         (
-            ["quantize.scheme=int8", "quantize.aware=true", "quantize.skip=['blocks.0.atention.q']"],
+            ["quantize.scheme=int8", "quantize.aware=true", "quantize.skip=['blocks.0.attn.q']"],
             "blocks.0.attention.q",
         ),
         (["quantize.scheme=int8", "quantize.aware=true", "quantize.skip=['*']"], "no layer is left"),
