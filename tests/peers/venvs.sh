@@ -44,7 +44,7 @@ environment() {
 }
 
 status=0
-for name in ${*:-mxnet mindspore webdataset datasets s3 lightning deepspeed mlflow ray compressed}; do
+for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray compressed deepspeed}; do
   case $name in
     # MXNet was made for a NumPy that still had names of its own for Python's types
     mxnet) environment mxnet "import numpy; numpy.bool = bool; import mxnet, cv2" \
