@@ -1,4 +1,4 @@
-"""Idioms of Horovod 0.28, which does not build beside our torch: checked against its source, not run.
+"""Idioms of Horovod 0.28, checked against its source and not run.
 
 after.py has the same under the same names.
 """
