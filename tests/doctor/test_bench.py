@@ -164,6 +164,40 @@ def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
 
 
+def one_bench(world: Any, folder: str) -> list[dict[str, Any]]:
+    measured: dict[str, Any] = {**SMALL, "sizes": (4, 65536), "budget_s": 0.01}
+    checks, figures = measure(
+        world, Path(folder), Path(folder) / "calibration.json", device=torch.device("cpu"), **measured
+    )
+    return [figures, {check.code: check.evidence for check in checks}]
+
+
+def test_sums_of_parts_of_the_ranks_are_measured_too(tmp_path: Path, pool: Pool) -> None:
+    """Four ranks can have axes of two: a plan with these must not need a job of two ranks."""
+    (figures, evidence), *others = pool.run(one_bench, str(tmp_path), ranks=4)
+    seconds_of = [[rate["seconds"] for rate in told["links"]] for told, _ in ((figures, evidence), *others)]
+    assert seconds_of == [seconds_of[0]] * 4  # of the slowest rank, on all of them
+    known = read_calibration(tmp_path / "calibration.json")
+    (host,) = {name for rate in known.links for name in rate.hosts}
+    for size in (2, 4):
+        for in_step in (False, True):
+            seconds = known.all_reduce_s(65536, transport="gloo", ranks=size, host=host, num_hosts=1, in_step=in_step)
+            assert seconds
+    assert {rate.ranks for rate in known.links if rate.transport == "shared memory"} == {4}
+    assert evidence["BENCH01"].startswith("4 ranks on this host: ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(1, []), (2, []), (3, []), (4, [2]), (6, [2, 3]), (7, []), (8, [2, 4]), (12, [2, 3, 4, 6])]
+)
+def test_parts_are_equal(ranks: int, sizes: list[int]) -> None:
+    assert bench._part_sizes(ranks) == sizes
+    for size in sizes:
+        parts = bench._parts(ranks, size)
+        assert {len(part) for part in parts} == {size}
+        assert [rank for part in parts for rank in part] == list(range(ranks))
+
+
 def test_much_worse_figures_do_not_take_the_place_of_good_ones(tmp_path: Path, pool: Pool) -> None:
     (stored,) = pool.run(stores_worse, str(tmp_path), ranks=1)
     links = [LinkRate(**{**rate, "hosts": tuple(rate["hosts"]), "pair": ()}) for rate in stored["links"]]

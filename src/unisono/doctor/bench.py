@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -125,7 +125,7 @@ def _links(
         return [], []
     backend, group = transport_name(world.group), world.group
 
-    def by_torch(tensor: torch.Tensor) -> object:
+    def by_torch(tensor: torch.Tensor, group: dist.ProcessGroup = group) -> object:
         return dist.all_reduce(tensor, group=group)
 
     given: dict[str, Any] = {"hosts": hosts, "device": device, "budget_s": budget_s}
@@ -135,6 +135,11 @@ def _links(
         return [*idle, *probe_in_step(world, reduce, operation="all_reduce_in_step", transport=transport, **given)]
 
     rates = probe(by_torch, backend)
+    if len(set(hosts)) == 1:  # an axis of a plan joins some of the ranks
+        parts = {f"parts of {size}": _parts(world.world_size, size) for size in _part_sizes(world.world_size)}
+        for part in world.groups(parts).values():
+            sums = probe(partial(by_torch, group=part), backend)
+            rates += [replace(rate, ranks=part.size()) for rate in sums]
     rates += probe_in_step(world, partial(ring_exchange, world), operation="send_in_step", transport=backend, **given)
     if device.type == "cpu":
         with suppress(ConfigError):  # several hosts, or another system: gradients go over the backend
@@ -148,6 +153,16 @@ def _links(
     check = _pairs_check(by_size[-1], hosts, known)
     # of each size, so that a link that has become too slow for the largest one is compared too
     return [*rates, *(pairs[0] for pairs in by_size)], [check]
+
+
+def _part_sizes(num_ranks: int) -> list[int]:
+    """Numbers of ranks, of 2 and more, by which ``num_ranks`` can be divided into equal parts."""
+    return [size for size in range(2, num_ranks) if num_ranks % size == 0]
+
+
+def _parts(num_ranks: int, size: int) -> list[range]:
+    """Neighbouring ranks, ``size`` at a time."""
+    return [range(first, first + size) for first in range(0, num_ranks, size)]
 
 
 def _storage(world: World, folder: Path, file_bytes: int, budget_s: float) -> tuple[list[StorageRate], list[Check]]:
@@ -209,7 +224,8 @@ def _device(
 def _sum_checks(links: Sequence[LinkRate], known: Calibration, cure: str) -> list[Check]:
     """A check for each transport of sums."""
     checks: list[Check] = []
-    sums = [rate for rate in links if rate.operation == "all_reduce"]
+    ranks = max((rate.ranks for rate in links), default=0)
+    sums = [rate for rate in links if rate.operation == "all_reduce" and rate.ranks == ranks]
     for transport in dict.fromkeys(rate.transport for rate in sums):
         rates = [rate for rate in sums if rate.transport == transport]
         # of the smallest sizes a scheduler's time slice is as long as the message
@@ -217,7 +233,7 @@ def _sum_checks(links: Sequence[LinkRate], known: Calibration, cure: str) -> lis
         ratio = statistics.median(ratios) if ratios else None
         spread_frac = statistics.median(rate.spread_frac for rate in rates)
         shown = ", ".join(_sum_text(rate) for rate in rates)
-        ranks, num_hosts = rates[0].ranks, len(rates[0].hosts)
+        num_hosts = len(rates[0].hosts)
         where = "this host" if num_hosts == 1 else f"{num_hosts} hosts"
         evidence = f"{ranks} ranks on {where}: {shown}{_scatter(spread_frac)}{_than_before(ratio)}"
         code = "BENCH02" if transport == SHARED_MEMORY else "BENCH01"

@@ -62,10 +62,10 @@ class LinkRate:
     """Time of one message size between ranks.
 
     Attributes:
-        operation: ``all_reduce`` of all ranks, or ``send`` between the slowest pair of them; with ``_in_step``, what a sum, or a
-            message to the next rank, adds to ranks that compute between them.
+        operation: ``all_reduce``, or ``send`` between the slowest pair of ranks; with ``_in_step``, what a sum, or a message to
+            the next rank, adds to ranks that compute between them.
         transport: ``gloo``, ``nccl`` or another backend of torch, or ``shared memory``.
-        ranks: Number of ranks that took part in the job.
+        ranks: Number of ranks that sum, or that exchange messages in pairs at the same time.
         hosts: Names of their hosts, sorted.
         nbytes: Size of the message, which every rank has.
         seconds: Median time of one operation, of the slowest rank.
