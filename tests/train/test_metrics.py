@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono import ObserveOptions, PlanOptions, Trainer, TrainOptions, from_map_style
 from unisono.errors import ConfigError, DataError
 from unisono.observe.events import read_events
-from unisono.train.metric_kinds import NUMBERS, metric_classes, metric_kind
+from unisono.train.metric_kinds import NUMBERS, larger_is_better, metric_classes, metric_kind
 from unisono.train.metrics import AUC_BINS, METRICS, SPEARMAN_BINS, as_metrics, find_metric
 
 skm = pytest.importorskip("sklearn.metrics", reason="NOT CHECKED: the extra 'dev' (scikit-learn) is not installed")
@@ -209,6 +209,25 @@ def test_every_built_in_metric_has_a_kind() -> None:
     assert {name: count for name, count in counts.items() if count} == (
         {"f1": 2, "mcc": 2, "auc": 2, "f1:3": 3, "mcc:3": 3, "confusion:3": 3}
     )
+
+
+def test_which_metrics_are_to_be_large() -> None:
+    names = [
+        *METRICS,
+        "loss",
+        "eval/accuracy",
+        "top3",
+        "f1:3",
+        "spearman:0:1",
+        "confusion:2",
+        "topic",
+        "own",
+        "eval/own",
+    ]
+    known = {name: larger_is_better(name) for name in names}
+    small = ["perplexity", "bits_per_byte", "mae", "rmse", "loss"]
+    assert [name for name, is_large in known.items() if is_large is None] == ["confusion:2", "topic", "own", "eval/own"]
+    assert [name for name, is_large in known.items() if is_large is False] == small
 
 
 class Refuses:

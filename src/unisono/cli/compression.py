@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,8 @@ from unisono.cli.own_code import read_code, takes_evaluation, takes_model
 from unisono.config import Resolved, load_config
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.run_folder import RUN_FILE
-from unisono.train.config import RunConfig
+from unisono.train.config import Components, RunConfig
+from unisono.train.metric_kinds import larger_is_better
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,6 +66,11 @@ def takes_source(function: F) -> F:
         ),
         click.option("--metric", default="loss", show_default=True, help="The metric that --max-drop is about."),
         click.option(
+            "--maximize/--minimize",
+            default=None,
+            help="Whether --metric is to be large or small; needed for a metric of your own.",
+        ),
+        click.option(
             "--samples", type=click.IntRange(min=0), default=0, show_default=True, help="Held-out samples; 0 = all."
         ),
         click.option("--out", required=True, type=OutPath(path_type=Path), help="The new folder of the smaller model."),
@@ -89,6 +95,7 @@ def compress(
     out: Path,
     samples: int,
     metric: str,
+    maximize: bool | None,
     max_drop: float | None,
     checkpoint: str | None,
     best: bool,
@@ -104,12 +111,21 @@ def compress(
         out: The new folder.
         samples: Held-out samples of the evaluations; 0 = all.
         metric: The metric that ``max_drop`` is about.
+        maximize: Whether it is better the larger it is; None for what is known of its name.
         max_drop: Most that it may be worse, as a fraction; None for no limit.
         checkpoint: A checkpoint in place of the newest.
         best: Take the checkpoint with the lowest held-out loss.
         code: Code of a Python script's run, as ``read_code`` takes it.
     """
     check_output("--out", out, consequence="nothing was compressed")
+    maximize = larger_is_better(metric) if maximize is None else maximize
+    if maximize is None:
+        raise ConfigError(
+            given=f"--metric {metric}, which is no built-in metric",
+            rule="how much worse a model is depends on whether its metric is to be large or small",
+            consequence="nothing was compressed",
+            nearest=f"--metric {metric} --maximize, or --minimize",
+        )
     is_run = os.path.lexists(Path(source) / RUN_FILE) or not os.path.isfile(Path(source) / "config.json")
     if is_run:
         resolved = _of_run(source, overrides, read_code(**code))
@@ -130,11 +146,12 @@ def compress(
                 consequence="nothing was written",
                 nearest=nearest_name(metric, comparison.before.evaluation),
             )
-        drop = comparison.worsening(metric)
+        drop = comparison.worsening(metric, maximize=maximize)
         refused = max_drop is not None and not drop <= max_drop  # also for NaN
         record = {"what": made.what, **made.record}
         if not refused:
-            write_result(out, run, made.resolved, made.model, comparison=comparison, record=record)
+            written = _without_own_metrics(made.resolved, code)
+            write_result(out, run, written, made.model, comparison=comparison, record=record)
     result = {
         "source": source,
         "out": None if refused else str(out),
@@ -162,6 +179,14 @@ def _of_run(source: str, overrides: Sequence[str], code: Mapping[str, Any]) -> R
             nearest="leave --set out",
         )
     return load_run(source, **code)
+
+
+def _without_own_metrics(resolved: Resolved[RunConfig], code: Mapping[str, Any]) -> Resolved[RunConfig]:
+    """The configuration without metrics that an option named: each command that evaluates the result names its own."""
+    if not code.get("metrics"):
+        return resolved
+    components = replace(resolved.value.components, own_metrics=Components().own_metrics)
+    return resolved.updated(replace(resolved.value, components=components), ["components.own_metrics"], "default")
 
 
 def _of_folder(

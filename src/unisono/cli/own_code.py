@@ -81,10 +81,10 @@ def read_code(
     found = dict(zip(named, objects, strict=False))
     code: dict[str, Any] = {}
     if "model" in found:
-        code["model"] = lambda _config: _model(found["model"])
+        code["model"] = _labelled(lambda _config: _model(found["model"]), found["model"])
     if "data" in found:
         held_out = _data(found["data"], found.get("collate_fn"))
-        code["data"] = lambda _config: (held_out, held_out)
+        code["data"] = _labelled(lambda _config: (held_out, held_out), found["data"])
     if objective is not None:
         code["objective"] = found["objective"].value if "objective" in found else objective
     if metrics:
@@ -94,6 +94,12 @@ def read_code(
             own |= _metrics(given)
         code["own_metrics"] = lambda _config: own
     return code
+
+
+def _labelled(function: Callable[[Any], Any], given: PythonObject) -> Callable[[Any], Any]:
+    """``function`` under the name of the object that it is for, which a configuration then shows for it."""
+    function.__qualname__ = given.name
+    return function
 
 
 def _model(given: PythonObject) -> Any:

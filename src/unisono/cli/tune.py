@@ -97,9 +97,10 @@ def params(
     code 1: no trial has a result, or the check says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
+    from unisono.train.metric_kinds import larger_is_better
     from unisono.tune.search import Budget
     from unisono.tune.space import grid_size, read_space, settings_within
-    from unisono.tune.study import Study, StudyOptions, larger_is_better
+    from unisono.tune.study import Study, StudyOptions
     from unisono.tune.transfer import require_transferred
 
     out = Path(options["out"])
@@ -120,7 +121,7 @@ def params(
         resolved = load_run_config(files, [*settings, f"run.dir={unused}"], is_shown=True)
         identity = {**transfer.identity(), **identity_of(resolved)}
     if options["maximize"] is None:
-        options["maximize"] = larger_is_better(options["metric"])
+        options["maximize"] = bool(larger_is_better(options["metric"]))
     chosen = StudyOptions(**{name: options[name] for name in ("metric", "maximize", "sampler", "pruner", "seed")})
     own = None if chosen.sampler == "grid" else settings_within(searched, resolved.encoded)
     study = Study(out.absolute(), searched, chosen, identity, first=own)

@@ -18,9 +18,6 @@ from unisono.train.trained import TrainedRun
 
 _PAIRS: Final = (5, 50)
 _BUDGET_S: Final = 2.0
-HIGHER_IS_BETTER: Final = frozenset(
-    {"accuracy", "token_accuracy", "top", "f1", "mcc", "auc", "r2", "spearman"}  # by the first part of a name
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +48,8 @@ class Comparison:
         latency_quartiles: Quartiles of this ratio.
         device: Device on which the passes ran.
         micro_batch: Samples of a pass.
+        samples: Held-out samples that the loss and the metrics are of.
+        num_held_out: Held-out samples of the run.
     """
 
     before: Figures
@@ -59,11 +58,16 @@ class Comparison:
     latency_quartiles: tuple[float, float]
     device: str
     micro_batch: int
+    samples: int
+    num_held_out: int
 
-    def worsening(self, metric: str) -> float:
-        """How much worse ``metric`` is after, relative to before; below 0 if it is better."""
+    def worsening(self, metric: str, *, maximize: bool) -> float:
+        """How much worse ``metric`` is after, relative to before; below 0 if it is better.
+
+        ``maximize``: it is better the larger it is.
+        """
         before, after = self.before.evaluation[metric], self.after.evaluation[metric]
-        change = before - after if metric_kind(metric) in HIGHER_IS_BETTER else after - before
+        change = before - after if maximize else after - before
         return change / max(abs(before), 1e-12)
 
     def rows(self) -> Iterator[str]:
@@ -77,7 +81,12 @@ class Comparison:
         before, after = self.before.latency_s * 1e3, self.after.latency_s * 1e3
         low, high = self.latency_quartiles
         yield f"{_row('forward pass', before, after, '{:.2f} ms')}  quartiles {low - 1:+.1%} to {high - 1:+.1%}"
+        yield f"loss and metrics: {self.judged_by()}"
         yield f"a forward pass has {self.micro_batch} samples, on {self.device}: {self.verdict()}"
+
+    def judged_by(self) -> str:
+        """The held-out samples that loss and metrics are of."""
+        return f"{self.samples} of the run's {self.num_held_out} held-out samples"
 
     def verdict(self) -> str:
         """Whether the model is smaller and whether it is faster here."""
@@ -93,11 +102,6 @@ class Comparison:
 def _row(name: str, before: float, after: float, form: str) -> str:
     change = f"{after / before - 1:+.1%}" if before else ""
     return f"{name:<20}{form.format(before):>12}{form.format(after):>12}{change:>10}"
-
-
-def metric_kind(metric: str) -> str:
-    """The kind of a metric without its parameters: ``f1`` of ``f1:10``, ``top`` of ``top5``."""
-    return metric.split(":")[0].split("/")[0].rstrip("0123456789") if not metric.startswith("f1") else "f1"
 
 
 def compare(run: TrainedRun, before: nn.Module, after: nn.Module, *, samples: int) -> Comparison:
@@ -131,6 +135,8 @@ def compare(run: TrainedRun, before: nn.Module, after: nn.Module, *, samples: in
         latency_quartiles=(low, high),
         device=str(run.device),
         micro_batch=len(next(iter(run.held_out_batch().values()))),
+        samples=min(samples or len(run.held_out), len(run.held_out)),
+        num_held_out=len(run.held_out),
     )
 
 

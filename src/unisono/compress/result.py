@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from unisono.checkpoint.conversion import write_model
 from unisono.compress.figures import Comparison
 from unisono.config import Resolved
+from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import FOLDER_MODE, os_reason, write_atomically
-from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.train.config import RunConfig
 from unisono.train.run_export import export_run
 from unisono.train.trained import TrainedRun
@@ -68,6 +69,8 @@ def write_result(
         make_folder(target.parent)
         unfinished.mkdir(mode=FOLDER_MODE)
         write_atomically(unfinished / RUN_FILE, resolved.to_toml().encode())
+        if _is_of_a_script(resolved):
+            shutil.copyfile(Path(run.config.run.dir) / PLAN_FILE, unfinished / PLAN_FILE)
         tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         first = saved_names(model)
         write_model(
@@ -90,6 +93,12 @@ def write_result(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _is_of_a_script(resolved: Resolved[RunConfig]) -> bool:
+    """Whether labels stand for code that a command was given: such a run's folder has a plan beside its configuration."""
+    labels = (text for text in resolved.encoded.values() if isinstance(text, str))
+    return resolved.python is None and any(text.startswith(CALLABLE) for text in labels)
 
 
 def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]) -> str:
@@ -125,10 +134,12 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
     for name, label in (("stored_bytes", "size on disk"), ("peak_bytes", "peak memory of a forward pass")):
         sizes = (f"{getattr(figures, name) / 2**20:.2f} MiB" for figures in (before, after))
         lines.append(f"| {label} | {' | '.join(sizes)} |")
+    low, high = comparison.latency_quartiles
     lines += [
         "",
-        f"Held-out samples of the run. A forward pass of {comparison.micro_batch} samples on {comparison.device} took "
-        f"{comparison.latency_ratio:.2f} of the time before, on the machine that made it.",
+        f"Loss and metrics are of {comparison.judged_by()}. A forward pass of {comparison.micro_batch} samples on "
+        f"{comparison.device} took {comparison.latency_ratio:.2f} times as long as before (quartiles {low:.2f} to {high:.2f}), "
+        f"on the machine that made this model; {comparison.verdict()}.",
     ]
     return "\n".join(lines) + "\n"
 

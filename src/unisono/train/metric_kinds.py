@@ -1,4 +1,7 @@
-"""What built-in metrics and objectives take as targets, classes or numbers, by name. Torch-free."""
+"""What built-in metrics and objectives take as targets, classes or numbers, and which metrics are to be large, by name.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from unisono.errors import Problem
 CLASSES, NUMBERS = "classes", "numbers"
 _OF_CLASSES = ("perplexity", "accuracy", "token_accuracy", "f1", "mcc", "auc", "confusion")
 _OF_NUMBERS = ("mae", "rmse", "r2", "spearman")
+_LARGE = ("accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman")
+_SMALL = ("loss", "perplexity", "bits_per_byte", "mae", "rmse")
 _OBJECTIVES = {
     **dict.fromkeys(("next_token", "masked_token", "cross_entropy", "CrossEntropyLoss", "NLLLoss"), CLASSES),
     **dict.fromkeys(("mean_squared_error", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss"), NUMBERS),
@@ -21,6 +26,14 @@ def metric_kind(name: str) -> str:
     if kind in _OF_CLASSES or (kind.startswith("top") and kind[3:].isdigit()):
         return CLASSES
     return NUMBERS if kind in _OF_NUMBERS else ""
+
+
+def larger_is_better(name: str) -> bool | None:
+    """Whether a metric of this name, such as ``eval/accuracy`` or ``f1:10``, is to be large; None if it is not built in."""
+    kinds = [part.partition(":")[0] for part in name.split("/")]
+    if any(kind in _LARGE or (kind.startswith("top") and kind[3:].isdigit()) for kind in kinds):
+        return True
+    return False if any(kind in _SMALL for kind in kinds) else None
 
 
 def objective_kind(name: str) -> str:

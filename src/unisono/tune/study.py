@@ -41,8 +41,6 @@ _FROM_CONFIG: Final = "from_configuration"
 MIN_TRIALS: Final = 10  # completed, from which on importances of settings are estimated
 _UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
-# names of metrics that are better the larger they are, without what follows a colon
-_LARGER_IS_BETTER: Final = frozenset({"accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman"})
 # what Optuna raises for a journal that it did not write
 _UNREADABLE: Final = (
     *(ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, IndexError, OverflowError),
@@ -68,12 +66,6 @@ class StudyOptions:
     sampler: str = "tpe"
     pruner: str = "none"
     seed: int = 0
-
-
-def larger_is_better(metric: str) -> bool:
-    """Whether a metric of that name is usually to be large, such as ``eval/accuracy``."""
-    name = metric.rpartition("/")[2].partition(":")[0]
-    return name in _LARGER_IS_BETTER or (name.startswith("top") and name[3:].isdigit())
 
 
 @dataclass(kw_only=True, slots=True)
