@@ -10,6 +10,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,11 @@ def is_comparable(row: Mapping[str, str]) -> bool:
     return bool(row["peak_mem_gib"]) and not _OTHER_METHOD.search(row["notes"])
 
 
-def memory_errors() -> dict[str, Any]:
-    """Of each source and device, and of all rows: their number, the median error, and the range of predicted over published."""
+def memory_errors(rows: Path = ROWS) -> dict[str, Any]:
+    """Of a file of rows, for each source and device, and of all rows: their number, the median error, and the range of predicted over published."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     others = 0
-    with ROWS.open(newline="") as file:
+    with rows.open(newline="") as file:
         for row in csv.DictReader(file):
             if not row["peak_mem_gib"]:
                 continue
@@ -54,7 +55,8 @@ def memory_errors() -> dict[str, Any]:
             if not is_comparable(row):
                 others += 1
                 continue
-            predicted = float(peak_memory([layout]).total[0]) / _GIB
+            memory = peak_memory([layout])
+            predicted = float((memory.counted if "allocated" in row["notes"] else memory.total)[0]) / _GIB
             source = row["source"].split()[0].split("/")[-1]
             ratios[f"{source} on {layout.device.name}"].append(predicted / float(row["peak_mem_gib"]))
     every = [ratio for each in ratios.values() for ratio in each]
