@@ -518,9 +518,9 @@ def unseen_error(match: Match) -> Figure:
     """The same of rows that are in no fit."""
     row = match.node
     bound = max(0.1, row["guess"] / 2)
+    documents = f"{row['sources']} document{'s' * (row['sources'] != 1)}"
     return Figure(
-        f"{row['mean']:.1%} (median {row['median']:.1%}); guess: {row['guess']:.1%}; {row['rows']} rows of "
-        f"{row['sources']} documents",
+        f"{row['mean']:.1%} (median {row['median']:.1%}); guess: {row['guess']:.1%}; {row['rows']} rows of {documents}",
         row["mean"],
         at_most(bound, f"≤ {bound:.1%}"),
     )
