@@ -514,6 +514,24 @@ def prediction_error(match: Match) -> Figure:
     )
 
 
+def unseen_error(match: Match) -> Figure:
+    """The same of rows that are in no fit."""
+    row = match.node
+    bound = max(0.1, row["guess"] / 2)
+    documents = f"{row['sources']} document{'s' * (row['sources'] != 1)}"
+    return Figure(
+        f"{row['mean']:.1%} (median {row['median']:.1%}); guess: {row['guess']:.1%}; {row['rows']} rows of {documents}",
+        row["mean"],
+        at_most(bound, f"≤ {bound:.1%}"),
+    )
+
+
+def document_error(match: Match) -> Figure:
+    """Mean and median error of the rows of one document."""
+    row = match.node
+    return Figure(f"{row['mean']:.1%} (median {row['median']:.1%}); {row['rows']} rows", row["mean"])
+
+
 def search_time(match: Match) -> Figure:
     """Seconds of a search, with its aim, peak memory and the layouts that were compared."""
     row = match.node

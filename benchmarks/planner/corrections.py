@@ -196,6 +196,8 @@ def corrected(row: Row) -> dict[str, str]:
 
 
 def network_bytes_per_s(row: Row, otherwise: float) -> float:
-    """Bandwidth of a device to other domains."""
+    """Bandwidth of a device to other domains: the row's ``network_gbit_per_s``, or ``NETWORK``."""
+    if row.get("network_gbit_per_s"):
+        return float(row["network_gbit_per_s"]) / 8 * 1e9
     known = (gbit for source, gbit in NETWORK.items() if source in row["source"])
     return next((gbit / 8 * 1e9 for gbit in known), otherwise)

@@ -91,11 +91,11 @@ class PublishedRun:
         return self.layout.model.flops_per_token(self.layout.seq_len) * self.tokens_per_s / peak
 
 
-def read_runs() -> tuple[list[PublishedRun], list[str]]:
-    """All rows that can be compared, and why the others cannot."""
+def read_runs(rows: Path = ROWS) -> tuple[list[PublishedRun], list[str]]:
+    """All rows of a file that can be compared, and why the others cannot. Constants are fitted to those of ``ROWS`` alone."""
     runs: list[PublishedRun] = []
     refused: list[str] = []
-    with ROWS.open(newline="") as file:
+    with rows.open(newline="") as file:
         for row in map(corrected, csv.DictReader(file)):
             try:
                 layout = read_layout(row)

@@ -6,14 +6,15 @@ Constants of step times are fitted twice: without one of five random parts of th
 reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for
 each device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are
 those of the rows of other sources. Groups are the rows of one model, kind and number of devices with at least four layouts;
-they are ranked by predictions that have not seen their source.
+they are ranked by predictions that have not seen their source. ``unseen`` scores the constants that ship on rows that are in no
+fit (``benchmarks.planner.unseen``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,20 +31,14 @@ from benchmarks.planner.fitting import (
     read_runs,
 )
 from benchmarks.planner.published_memory import memory_errors
-from scipy.stats import spearmanr
+from benchmarks.planner.scores import errors, groups
+from benchmarks.planner.unseen import scores
 
 from unisono.planner.layout import Numbers
 from unisono.planner.step_time import efficiencies, efficiency_key, step_time
 from unisono.planner.step_work import count_work
 
 MANY_ROWS = 20
-GROUP = 4
-
-
-def errors(predicted: Numbers, measured: Numbers) -> dict[str, float]:
-    """Mean and median of the relative errors."""
-    off = np.abs(predicted / measured - 1)
-    return {"mean": float(off.mean()), "median": float(np.median(off))}
 
 
 def by_device(runs: Sequence[PublishedRun], measured: Numbers, held_out: dict[str, Numbers]) -> dict[str, Any]:
@@ -80,27 +75,6 @@ def coverage(runs: Sequence[PublishedRun], ratios: Numbers) -> dict[str, float]:
         "dense": float(inside[~experts].mean()),
         "experts": float(inside[experts].mean()),
     }
-
-
-def groups(runs: Sequence[PublishedRun], measured: Numbers, predicted: Numbers) -> dict[str, Any]:
-    """Rank correlation and regret within one model on one number of devices, by speed."""
-    members: defaultdict[str, list[int]] = defaultdict(list)
-    for i, run in enumerate(runs):
-        members[f"{run.row['model']} on {run.layout.num_devices} {run.layout.device.name}"].append(i)
-    found: dict[str, Any] = {}
-    for name, inside in members.items():
-        layouts = {repr(runs[i].layout) for i in inside}
-        if len(layouts) < GROUP:
-            continue
-        tokens = count_work([runs[i].layout for i in inside]).tokens_per_step
-        real, said = tokens / measured[inside], tokens / predicted[inside]
-        found[name] = {
-            "rows": len(inside),
-            "layouts": len(layouts),
-            "spearman": float(spearmanr(real, said).statistic),
-            "regret": float(real.max() / real[np.argmax(said)] - 1),
-        }
-    return found
 
 
 def sensitivity(runs: Sequence[PublishedRun], measured: Numbers) -> dict[str, Any]:
@@ -144,6 +118,7 @@ def main() -> None:
         "groups": groups(runs, measured, unseen),
         "constants": sensitivity(runs, measured),
         "memory": memory_errors(),
+        "unseen": scores(),
     }
     print(json.dumps(result))
 
