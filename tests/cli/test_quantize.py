@@ -195,6 +195,8 @@ def test_after_training_with_rounding_nothing_changes(desk: Desk, tmp_path: Path
         ),
         (["quantize.scheme=int8", "quantize.aware=true", "quantize.skip=['*']"], "no layer is left"),
         (["quantize.scheme=int8_dynamic", "quantize.aware=true", "model.num_experts=2"], "blocks.0.ffn.experts.gate"),
+        (["quantize.scheme=int8", "quantize.aware=true", "quantize.backend=torchao"], "backend 'torchao' with aware"),
+        (["quantize.backend=torchao"], "backend 'torchao' with scheme 'none'"),
         (["quantize.scheme=int8", "model.pretrained=x", "lora.rank=4"], "adapters are no whole model"),
     ],
 )
