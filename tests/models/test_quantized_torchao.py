@@ -71,7 +71,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, number: str | None
 
 def test_a_model_of_which_it_would_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with_version(monkeypatch, "0.18.0")
-    model = ResNet(ResNetOptions(depth=14, num_classes=4))
+    model = ResNet(ResNetOptions(classes=4, depths=(1,), widths=(8,), stem="small"))
     with pytest.raises(ConfigError, match="for a model without a linear layer that is quantized"):
         make_stored(model, TORCHAO, convolutions=True)
 
