@@ -16,6 +16,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,9 +25,10 @@ import torch.nn.functional as F
 from benchmarks.paired import ratio
 from torch import Tensor, nn
 
+from unisono.errors import ConfigError
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
-from unisono.models.quantize_options import QuantizeOptions, Scheme
+from unisono.models.quantize_options import Backend, QuantizeOptions, Scheme
 from unisono.models.quantized import store
 from unisono.models.quantized_model import make_stored, select_layers
 
@@ -35,9 +37,9 @@ MIN_S = 0.02  # of one timing
 Quality = Callable[[nn.Module], float]
 
 
-def unisono(model: nn.Module, scheme: Scheme) -> nn.Module:
+def unisono(model: nn.Module, scheme: Scheme, backend: Backend = "torch") -> nn.Module:
     """A copy with stored layers."""
-    options, changed = QuantizeOptions(scheme=scheme), copy.deepcopy(model)
+    options, changed = QuantizeOptions(scheme=scheme, backend=backend), copy.deepcopy(model)
     weights = select_layers(model, options, convolutions=True).weights
     for name, layer in make_stored(changed, options, convolutions=True).items():
         store(layer, weights[name])
@@ -66,7 +68,7 @@ def torchao(model: nn.Module, scheme: Scheme) -> nn.Module:
     return changed
 
 
-CONTESTANTS = {"unisono": unisono, "torchao": torchao}
+CONTESTANTS = {"unisono": unisono, "unisono by torchao": partial(unisono, backend="torchao"), "torchao": torchao}
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -138,7 +140,7 @@ def measure(model: nn.Module, inputs: tuple[Tensor, ...], quality: Quality, roun
         for scheme in SCHEMES:
             try:
                 models[f"{name} {scheme}"] = change(model, scheme).eval()
-            except ImportError as error:
+            except (ImportError, ConfigError) as error:
                 not_run[f"{name} {scheme}"] = str(error)
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(rounds + 1):
@@ -146,14 +148,17 @@ def measure(model: nn.Module, inputs: tuple[Tensor, ...], quality: Quality, roun
             taken = seconds(contestant, inputs)
             if number:  # the first round warms up
                 times[name].append(taken)
-    pairs = [(scheme, f"unisono {scheme}", f"torchao {scheme}") for scheme in SCHEMES if f"torchao {scheme}" in models]
+    measured = [scheme for scheme in SCHEMES if f"torchao {scheme}" in models]
     whole, bytes_of = num_bytes(model), {name: num_bytes(each) for name, each in models.items()}
     return {
         "bytes": bytes_of,
         "bytes_over_fp32": {name: round(count / whole, 4) for name, count in bytes_of.items()},
         "quality": {name: quality(each) for name, each in models.items()},
         "time_over_fp32": {name: ratio(times[name], times["fp32"]) for name in models if name != "fp32"},
-        "time_over_torchao": {scheme: ratio(times[ours], times[theirs]) for scheme, ours, theirs in pairs},
+        "time_over_torchao": {each: ratio(times[f"unisono {each}"], times[f"torchao {each}"]) for each in measured},
+        "time_by_torchao": {
+            each: ratio(times[f"unisono by torchao {each}"], times[f"unisono {each}"]) for each in measured
+        },
         "not_run": not_run,
     }
 

@@ -355,9 +355,11 @@ BENCHMARKS = (
         text="A perceptron 1024-4096-1024 with 32 rows, and a GPT 256 wide with 8 sequences of 128 tokens, trained before on an "
         "artificial language; all in one process, from the same weights. Bytes are of all tensors, kept ones too. Quality is the "
         "relative error of the perceptron's outputs, and the GPT's held-out loss. torchao has its closest configuration: int8 "
-        "and int4 weights (32 of a row share a scale), and int8 activations with a scale per token.",
+        "and int4 weights (32 of a row share a scale), and int8 activations with a scale per token. unisono by torchao is the "
+        "back end of that name, which computes the weights of unisono.",
         rows=(
             Row("{0}, {1}: time of unisono / torchao", "models/*/time_over_torchao/*"),
+            Row("{0}, {1}: time of quantize.backend=torchao / torch", "models/*/time_by_torchao/*"),
             Row("{0}, {1}: time / fp32", "models/*/time_over_fp32/*"),
             Row("{0}, {1}: bytes / fp32", "models/*/bytes_over_fp32/*", figures.number("{:.3f}")),
             Row("{0}, {1}: quality", "models/*/quality/*", figures.number("{:.4f}")),

@@ -66,7 +66,7 @@ def test_the_first_of_a_pair_is_in_the_lower_half() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_integer_products_are_exact(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
-    monkeypatch.setattr(quantized, "_int_mm_is_exact", lambda _device: exact)
+    monkeypatch.setattr(quantized, "int_mm_is_exact", lambda _device: exact)
     generator = torch.Generator().manual_seed(2)
     for rows, columns, outputs in ((1, 5, 3), (33, 2501, 17), (0, 8, 4)):
         x, weight = (

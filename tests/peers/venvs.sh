@@ -44,7 +44,7 @@ environment() {
 }
 
 status=0
-for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray compressed deepspeed}; do
+for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray compressed torchao deepspeed}; do
   case $name in
     # MXNet was made for a NumPy that still had names of its own for Python's types
     mxnet) environment mxnet "import numpy; numpy.bool = bool; import mxnet, cv2" \
@@ -58,6 +58,8 @@ for name in ${*:-mxnet mindspore webdataset datasets s3 lightning mlflow ray com
     mlflow) environment mlflow "import mlflow.tracking, sqlalchemy, alembic" "mlflow-skinny==3.17.2" "sqlalchemy==2.1.9" "alembic==1.20.1" ;;
     compressed) environment compressed "import compressed_tensors, transformers" "compressed-tensors==0.20.1" "transformers==5.24.0" \
       "torch==2.13.*" "numpy" ;;
+    # without torch: the tests run it with the torch that they have
+    torchao) environment torchao "import importlib.metadata; importlib.metadata.version('torchao')" "torchao==0.18.0" ;;
     # with all that the commands for data need, which is not torch
     ray) environment ray "import ray, rensa" "ray==2.60.0" "rensa==0.5.0" "numpy" "safetensors" "msgspec" "tomli-w" "click" "rich" \
       "psutil" "jinja2" "xxhash" "lazy_loader" "packaging" ;;

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "quantize.group_size": ("64", ["quantize.scheme=int8"], ["quantize.scheme=int4"], 1),
     "quantize.skip": ("['blocks.0.*']", [], ["quantize.scheme=int8"], 1),
     "quantize.aware": ("true", [], ["quantize.scheme=int8"], 1),
+    "quantize.backend": ("torchao", ["quantize.scheme=int8", "quantize.aware=true"], ["quantize.scheme=int8"], 1),
     "data.eval": ("y", [], ["data.train=x"], 1),
     "data.weights": ("[1.0, 2.0]", [], ["data.train=['x', 'y']", "data.eval=z"], 1),
     "data.sample_weights": ("balanced", [], ["data.train=x"], 1),

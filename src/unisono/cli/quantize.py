@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -11,7 +11,7 @@ from unisono.cli.common import FiniteRange, common_options
 from unisono.cli.compression import Compressed, compress, takes_source
 from unisono.config import Resolved
 from unisono.errors import ConfigError
-from unisono.models.quantize_options import QuantizeOptions, Scheme
+from unisono.models.quantize_options import Backend, QuantizeOptions, Scheme
 from unisono.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ _CALIBRATION_SAMPLES = 128
     help="Layers that stay as they are, beside those next to inputs and outputs.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(get_args(Backend)),
+    default="torch",
+    show_default=True,
+    help="What multiplies in the linear layers; torchao is a package of its own. The files are the same.",
+)
+@click.option(
     "--calibration-samples",
     type=click.IntRange(min=1),
     help=f"int8_static: training samples that the scales of activations are from; by default {_CALIBRATION_SAMPLES}.",
@@ -58,6 +65,7 @@ def command(
     scheme: Scheme | None,
     group_size: int | None,
     skip: tuple[str, ...],
+    backend: Backend,
     calibration_samples: int | None,
     percentile: float | None,
     sensitivity: bool,
@@ -70,8 +78,10 @@ def command(
 
     def change(run: TrainedRun, resolved: Resolved[RunConfig]) -> Compressed:
         from unisono.compress.quantize import Calibration, quantize_model, sensitivities
+        from unisono.models.quantized_model import stored_layers
+        from unisono.models.quantized_torchao import torchao_row
 
-        options = _options(resolved.value.quantize, scheme, group_size, skip)
+        options = replace(_options(resolved.value.quantize, scheme, group_size, skip), backend=backend)
         _check_options(options, group_size, calibration_samples, percentile)
         if sensitivity and resolved.value.quantize.aware:
             raise ConfigError(
@@ -89,6 +99,9 @@ def command(
         if options.scheme == "int8_static":
             record["calibration"] = asdict(calibration)
         lines = list(made.rows())
+        if backend == "torchao":
+            what, record["backend"] = f"{what}, computed by torchao", backend
+            lines.append(torchao_row(stored_layers(made.model), run.device))
         if sensitivity:
             found = sensitivities(run, options, made, given["samples"])
             record["sensitivity"] = [asdict(each) for each in found]

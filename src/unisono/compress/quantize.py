@@ -107,15 +107,16 @@ def quantize_model(run: TrainedRun, options: QuantizeOptions, calibration: Calib
         ConfigError: No layer is left, a pattern matches none, a group does not fit, or a weight or an input is not finite.
     """
     convolutions = has_quantized_convolutions(run.config)
+    model = copy.deepcopy(run.model)
+    stored = make_stored(model, options, convolutions=convolutions)
     selection = select_layers(run.model, options, convolutions=convolutions)
     for name, weight in selection.weights.items():
         _require_finite(name, "weight", weight)
     scales: Mapping[str, Tensor] = {}
     if options.scheme == "int8_static":
         scales = _input_scales(run, list(selection.weights), calibration)
-    model = copy.deepcopy(run.model)
     layers: list[LayerFacts] = []
-    for name, layer in make_stored(model, options, convolutions=convolutions).items():
+    for name, layer in stored.items():
         weight = selection.weights[name]
         store(layer, weight, scales.get(name))
         layers.append(

@@ -11,6 +11,7 @@ from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 Scheme = Literal["none", "int8", "int8_dynamic", "int8_static", "int4"]
+Backend = Literal["torch", "torchao"]
 _QUANTIZED: Final = "quantize.scheme other than none"
 
 # the layers next to the inputs and the outputs, by their names in the built-in models and in those of transformers
@@ -48,6 +49,13 @@ class QuantizeOptions:
         applies_with="quantize.scheme int8, int8_dynamic or int4",
     )
 
+    backend: Backend = option(
+        "torch",
+        "What multiplies in linear layers that are stored: operations of torch, or the tensor classes of the package torchao. "
+        "Files and rounded weights are the same.",
+        applies_with="quantize.scheme other than none, without quantize.aware",
+    )
+
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems between two fields, by field name."""
         unset = QuantizeOptions()
@@ -67,6 +75,10 @@ class QuantizeOptions:
                     nearest=f"group_size={max(8, round(self.group_size / 8) * 8)}",
                 ),
             )
+        if self.backend != unset.backend and (self.scheme == "none" or self.aware):
+            where = "aware" if self.aware else f"scheme {self.scheme!r}"
+            given, why = f"backend {self.backend!r} with {where}", "it multiplies in layers whose weights are stored"
+            yield "backend", inert_problem(given, why, "leave backend out")
         if self.aware and self.scheme == "int8_static":
             yield (
                 "aware",

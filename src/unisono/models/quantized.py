@@ -13,6 +13,7 @@ Source: Jacob et al. 2018 (integer products, training with rounded numbers), Ben
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal, cast
@@ -113,7 +114,7 @@ def unpack(packed: Tensor, form: Form) -> Tensor:
 
 def integer_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x int8 [N, I] times weight int8 [O, I] → exact sums int32 [N, O]."""
-    if _fits_int_mm(x, weight) and _int_mm_is_exact(x.device):
+    if _fits_int_mm(x, weight) and int_mm_is_exact(x.device):
         return _int_mm(x, weight)
     sums = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
     for begin in range(0, x.shape[1], _EXACT_SUMMANDS):
@@ -133,7 +134,7 @@ def _int_mm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache
-def _int_mm_is_exact(device: torch.device) -> bool:
+def int_mm_is_exact(device: torch.device) -> bool:
     """Whether torch's integer product works on the device; kernels of processors without VNNI may cut sums of two products."""
     x = torch.full((32, 64), -128, dtype=torch.int8, device=device)
     x[1::2] = 127
@@ -214,20 +215,30 @@ class QuantizedLinear(nn.Module):
     weight_scale: Tensor  # [O, G]
     input_scale: Tensor  # [1]; of static activations alone
 
-    def __init__(self, layer: nn.Linear | AwareLinear, form: Form) -> None:
-        """A layer of the same sizes, with its bias and without values of the weight."""
+    def __init__(self, layer: nn.Linear | AwareLinear, form: Form, product: Product | None = None) -> None:
+        """A layer of the same sizes, with its bias and without values of the weight; ``product`` is what computes it."""
         super().__init__()
         self.in_features, self.out_features, self.form = layer.in_features, layer.out_features, form
+        self.product = product or torch_product
         _register(self, layer.weight, form)
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] → [..., O]."""
-        integers = unpack(self.weight_packed, self.form)
-        if self.form.activations == "float":
-            return _linear(x, from_integers(integers, self.weight_scale, self.form), self.bias)
-        scale = self.input_scale if self.form.activations == "static" else None
-        return _integer_linear(x, scale, integers, self.weight_scale, self.bias)
+        return self.product(self, x)
+
+
+# computes [..., O] of a layer and its input [..., I]
+Product = Callable[[QuantizedLinear, Tensor], Tensor]
+
+
+def torch_product(layer: QuantizedLinear, x: Tensor) -> Tensor:
+    """The product with operations of torch alone; [..., I] → [..., O]."""
+    form, integers = layer.form, unpack(layer.weight_packed, layer.form)
+    if form.activations == "float":
+        return _linear(x, from_integers(integers, layer.weight_scale, form), layer.bias)
+    scale = layer.input_scale if form.activations == "static" else None
+    return _integer_linear(x, scale, integers, layer.weight_scale, layer.bias)
 
 
 class QuantizedConv2d(nn.Module):

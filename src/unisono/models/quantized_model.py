@@ -27,7 +27,9 @@ from unisono.models.quantized import (
     QuantizedWeight,
     Stored,
     form_of,
+    torch_product,
 )
+from unisono.models.quantized_torchao import check_torchao, torchao_product
 
 _LINEAR = (nn.Linear, AwareLinear)
 _CONVOLUTIONS = (nn.Conv2d, AwareConv2d)
@@ -169,9 +171,11 @@ def make_aware(model: nn.Module, options: QuantizeOptions, *, convolutions: bool
 def make_stored(model: nn.Module, options: QuantizeOptions, *, convolutions: bool) -> dict[str, Stored]:
     """Put layers with stored weights, which are zeros, in the place of the chosen ones; returns them by name.
 
-    Raises ConfigError; arguments of ``select_layers``.
+    Raises ConfigError, also for a back end that is not installed or that would compute no layer; arguments of ``select_layers``.
     """
     selection = select_layers(model, options, convolutions=convolutions)
+    if options.backend == "torchao":
+        check_torchao(weight.dim() for weight in selection.weights.values())
     return {name: store_layer(model, name, options) for name in selection.weights}
 
 
@@ -185,7 +189,9 @@ def store_layer(model: nn.Module, name: str, options: QuantizeOptions) -> Stored
         delattr(parent, leaf)  # a parameter's place takes no module
         parent.rounded.pop(leaf, None)
     else:
-        new = QuantizedConv2d(layer, form) if isinstance(layer, _CONVOLUTIONS) else QuantizedLinear(layer, form)
+        product = torchao_product if options.backend == "torchao" else torch_product
+        convolution = isinstance(layer, _CONVOLUTIONS)
+        new = QuantizedConv2d(layer, form) if convolution else QuantizedLinear(layer, form, product)
     setattr(parent, leaf, new)
     return new.train(layer.training if isinstance(layer, nn.Module) else parent.training)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from unisono.checkpoint import CheckpointReader, find_latest, open_checkpoint, v
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, PlanError
+from unisono.models.quantized_model import stored_layers
+from unisono.models.quantized_torchao import computed_by_torchao, torchao_row
 from unisono.parallel.deferred_init import deferred_init
 from unisono.storage.limits import MAX_UNCOUNTED_LAYERS
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
@@ -49,6 +52,10 @@ def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Checkpo
     if isinstance(config.components.model, str) and not config.model.pretrained:  # the others are not of the folder
         tensor_reader(empty_model(config, tokenizer), snapshot)  # wrong sizes are found before they take memory
     model = build_model(config, tokenizer)
+    if config.quantize.backend == "torchao":
+        layers, device = stored_layers(model), torch.device("cpu")
+        if computed_by_torchao(layers, device)[1]:
+            logging.getLogger("unisono").warning("%s", torchao_row(layers, device))
     read = tensor_reader(model, snapshot)
     saved = saved_names(model)
     with torch.no_grad():
