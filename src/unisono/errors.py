@@ -132,7 +132,8 @@ class CommError(UnisonoError):
 def _clean(text: str) -> str:
     from unisono.sanitize import printable, without_credentials  # its patterns take time to compile
 
-    return printable(without_credentials(text), newlines=True)
+    # a list of ours has its items on indented lines; any other end of a line is of a name, or of a library's text
+    return "\n    ".join(map(printable, without_credentials(text).split("\n    ")))
 
 
 def _keep_frames_of_user(error: traceback.TracebackException) -> None:

@@ -219,6 +219,10 @@ def test_export_writes_what_a_run_derives_and_never_over_a_file(desk: Desk, tmp_
     )
     assert desk.here("plan", "export", str(config), "--output", str(out), "--set=plan.zero=1", "--force").code == 0
     assert Plan.load(out) == plan.updated(fsdp={"zero": 1})
+    before = config.read_bytes()
+    itself = desk.here("plan", "export", str(config), "--output", str(config), "--force")
+    assert (itself.code, "does not replace a file that it is made of" in itself.err) == (2, True)
+    assert config.read_bytes() == before
     nowhere = desk.here("plan", "export", str(config), "--output", str(tmp_path / "none" / "plan.json"))
     assert nowhere.code == 2
     assert "the file can be created" in nowhere.err

@@ -325,7 +325,8 @@ def test_a_row_that_cannot_be_read_ends_it_with_its_place(desk: Desk, run: Run, 
     for name in ("out.jsonl", "out.parquet", "out.rec"):
         done = desk.here("predict", str(run_dir), str(damaged), f"--out={tmp_path / name}")
         assert done.code == 2
-        assert f"{damaged}:2: column 'kind' of line 2" in done.err
+        assert f"{damaged}:2: line 2 of {damaged} has no column 'kind'" in done.err
+        assert "try:  add the field 'kind' to the row, which has " in done.err
         assert "--on-error mark" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["damaged.jsonl"]
     done = desk.here("predict", str(run_dir), str(damaged))
@@ -367,6 +368,12 @@ def test_a_broken_image_is_marked(desk: Desk, run: Run, tmp_path: Path) -> None:
     done = desk.here("predict", str(run_dir), str(folder))
     assert (done.code, done.out) == (2, "")
     assert f"unisono: {folder / 'a.png'}: a PNG that ends" in done.err
+    rows = rows_of(desk.here("predict", str(run_dir), str(folder), "--on-error=mark"))
+    assert ["error" in row for row in rows] == [True, False, True, False]
+    (folder / "a.png").unlink()
+    (folder / "a.png").symlink_to("a.png")
+    done = desk.here("predict", str(run_dir), str(folder))
+    assert (done.code, f"{folder / 'a.png'}: Too many levels of symbolic links" in done.err) == (2, True), done.err
     rows = rows_of(desk.here("predict", str(run_dir), str(folder), "--on-error=mark"))
     assert ["error" in row for row in rows] == [True, False, True, False]
 

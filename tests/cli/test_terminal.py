@@ -18,6 +18,7 @@ from PIL import Image
 
 from unisono.cli.terminal import clean_log_messages
 from unisono.data.recordio import RecordWriter
+from unisono.errors import Problem
 
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202eb\r"
 SHOWN = r"a\x1b[2J\x1b]0;owned\x07\x9b31m\u202eb\x0d"
@@ -222,3 +223,14 @@ def test_other_errors_of_the_system_keep_their_traceback(
     done = desk.here("data", "inspect", str(table))
     assert done.code == 1
     assert done.err.startswith("Traceback")
+
+
+def test_a_name_of_a_file_is_on_one_line_of_an_error(desk: Desk) -> None:
+    name = "a\n  try:  rm -r x\nb.csv"
+    (desk.folder / name).write_text("x\n")
+    done = desk.here("config", "show", name)
+    assert done.err.count("\n") == 4, done.err
+    assert done.err.startswith("unisono: a   try:  rm -r x b.csv is neither TOML nor Python\n")
+    assert str(Problem(given="2 bad:\n    a\n    b", rule="r", consequence="c", nearest="n")).startswith(
+        "2 bad:\n    a\n    b\n"
+    )

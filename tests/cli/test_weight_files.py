@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Desk
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from states import bits
 from torch import Tensor
 
 from unisono.checkpoint import list_checkpoints, open_checkpoint
 from unisono.cli.checkpoint import _FAMILIES
 from unisono.interop.model_folder import NAME_MAPS
-from unisono.interop.weight_file import open_weights
+from unisono.interop.weight_file import open_weights, write_weights_file
 
 FIXTURES = Path(__file__).parents[1] / "interop" / "fixtures"
 MODELS = Path(__file__).parents[1] / "interop" / "models"
@@ -143,3 +144,49 @@ def test_a_model_that_is_refused_leaves_nothing_behind(
     done = desk.here("checkpoint", "import", str(FIXTURES.parent / source), "--out", str(tmp_path / "hf"), *options)
     assert (done.code, words in done.err) == (2, True), done.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", [".", "/", "", ".."])
+def test_a_folder_is_no_name_of_a_file(desk: Desk, out: str) -> None:
+    refused = desk.here("checkpoint", "import", str(FIXTURES / "all.ckpt"), "--out", out)
+    assert refused.code == 2
+    assert f"try:  {Path(out) / 'weights.safetensors'}" in refused.err
+
+
+def test_a_folder_that_is_a_file_is_named(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").touch()
+    out = tmp_path / "a.safetensors" / "b" / "c.safetensors"
+    refused = desk.here("checkpoint", "import", str(FIXTURES / "all.ckpt"), "--out", str(out))
+    assert f"the file is written into a folder, and {tmp_path / 'a.safetensors'} is none" in refused.err
+    assert "mkdir" not in refused.err
+
+
+@pytest.mark.parametrize("arguments", [("--out=e.ckpt",), ("--out=e", "--as=gpt2")])
+def test_a_file_without_tensors_is_refused(desk: Desk, arguments: tuple[str, ...]) -> None:
+    save_file({}, desk.folder / "empty.safetensors")
+    refused = desk.here("checkpoint", "import", "empty.safetensors", *arguments)
+    assert (refused.code, "empty.safetensors (safetensors), which holds no tensors" in refused.err) == (2, True)
+    assert not (desk.folder / "e.ckpt").exists()
+
+
+def test_a_file_of_no_known_format_is_refused_with_those_that_are_read(desk: Desk) -> None:
+    (desk.folder / "notes.txt").write_text("in 2024, weights were lost")
+    refused = desk.here("checkpoint", "import", "notes.txt", "--out=a.safetensors")
+    assert "notes.txt: it begins as a file of none of the formats that are read" in refused.err
+    assert "MXNet's .params" in refused.err
+
+
+def test_the_name_of_the_header_is_no_name_of_a_tensor(desk: Desk) -> None:
+    layout = [("__metadata__", torch.float32, (1,))]
+    write_weights_file(desk.folder / "meta.params", "mxnet", layout, lambda _: torch.ones(1))
+    refused = desk.here("checkpoint", "import", "meta.params", "--out=a.safetensors")
+    assert (refused.code, "a tensor called '__metadata__'" in refused.err) == (2, True), refused.err
+    assert not (desk.folder / "a.safetensors").exists()
+    assert desk.here("checkpoint", "import", "meta.params", "--out=a.ckpt").code == 0
+
+
+def test_the_last_setting_of_a_name_counts(desk: Desk) -> None:
+    source = str(MODELS / "models_resnet_bottleneck.ckpt")
+    sizes = ("--set=image_size=-1", "--set=image_size=33")
+    assert desk.here("checkpoint", "import", source, "--out=a", "--as=auto", *sizes).code == 0
+    assert "The last of a name counts." in " ".join(desk.here("checkpoint", "import", "--help").out.split())

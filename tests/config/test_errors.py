@@ -348,7 +348,11 @@ def test_files_of_another_kind(tmp_path: Path):
     folder = tmp_path / "dir.toml"
     folder.mkdir()
     assert fails(folder) == [
-        (f"{folder}: Is a directory", "a configuration is a file this process may read", f"ls -ld {folder}")
+        (
+            f"{folder}: Is a directory",
+            "a configuration is a regular file, which this process may read",
+            f"ls -ld {folder}",
+        )
     ]
 
 

@@ -318,3 +318,25 @@ def test_mindspore_reads_the_json_alike_and_writes_the_protobuf_that_is_read(tmp
         assert layout.shard_size == shard_size
     assert theirs.keys() == {layout.name for layout in ours.layouts}
     assert replace(read_strategies(written), stage=ours.stage) == ours
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [("utf-8-sig", "it begins with a byte order mark"), ("utf-16", "it is UTF-16, not UTF-8")],
+)
+def test_the_encoding_of_a_text_that_is_not_read_is_said(tmp_path: Path, encoding: str, said: str) -> None:
+    file = tmp_path / "strategy.json"
+    file.write_bytes(json.dumps(made.strategy(dp=4, tp=2, shard=4)).encode(encoding))
+    with pytest.raises(PlanError, match=said):
+        read_strategies(file)
+
+
+def test_a_plan_does_not_replace_the_strategy_that_it_is_made_of(tmp_path: Path) -> None:
+    file = made.write(tmp_path / "strategy.json", made.strategy(dp=4, tp=2, shard=4))
+    (tmp_path / "link.json").symlink_to(file)
+    before = file.read_bytes()
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    for output in (file, tmp_path / "link.json"):
+        done = desk.here("plan", "import", str(file), "--output", str(output), "--force")
+        assert (done.code, "does not replace a file that it is made of" in done.err) == (2, True), done.err
+    assert file.read_bytes() == before

@@ -312,6 +312,28 @@ def test_residual_networks_that_the_class_does_not_compute_are_refused() -> None
     assert "'features.0.weight' is [4, 3, 3, 3], not [4, 3, 7, 7]" in refusal("gluon_resnet_basic.params", small)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.int64, torch.bool])
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_weights_that_are_no_floating_point_numbers_are_refused(dtype: torch.dtype, all_of_them: bool) -> None:
+    """Alone, and beside others with which they are one tensor of the class."""
+    file = "mindformers_gpt2.ckpt"
+    changed = tensors_of(file)
+    first = "backbone.blocks.0.attention.dense1.weight"
+    changed |= {name: tensor.to(dtype) for name, tensor in changed.items() if all_of_them or name == first}
+    words = refusal(file, changed)
+    assert f"is {str(dtype).removeprefix('torch.')}" in words
+    assert all_of_them or f"'{first}' is" in words
+    assert "floating-point numbers of 16, 32 or 64 bits" in words
+
+
+def test_models_are_listed_apart() -> None:
+    with open_weights(MODELS / "models_bert.ckpt") as weights, pytest.raises(CheckpointError) as caught:
+        as_model("resnet", Path("a"), weights.tensors, {})
+    labels = [name_map.label for name_map in NAME_MAPS if name_map.family == "resnet"]
+    assert "; ".join(labels) in str(caught.value)
+    assert not any(";" in label for label in labels)
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +343,7 @@ def test_residual_networks_that_the_class_does_not_compute_are_refused() -> None
         ("gluonnlp_bert.params", {}, "no num_attention_heads"),
         ("gluonnlp_bert.params", {"num_attention_heads": "5"}, "num_attention_heads=5 for a width of 16"),
         ("gluonnlp_bert.params", {"num_attention_heads": "four"}, "num_attention_heads=four, which is no number"),
+        ("gluonnlp_bert.params", {"num_attention_heads": "9" * 400}, "which is not above 0 and below 9,007,199"),
         ("gluonnlp_bert.params", {"num_attention_heads": "-4"}, "num_attention_heads=-4, which is not above 0"),
         ("gluonnlp_bert.params", {**HEADS, "hidden_act": "swish"}, "where there are gelu, gelu_pytorch_tanh, relu"),
         ("gluonnlp_bert.params", {**HEADS, "layer_norm_eps": "nan"}, "layer_norm_eps=nan, which is not above 0"),

@@ -294,6 +294,12 @@ ROWS = struct.pack("<QQQIiiqq", 0x112, 0, 1, 0xF993FAC9, 1, 2, 1, 3)
 DEVICE = struct.pack("<ii", 1, 0)
 
 
+def no_arrays(names: list[bytes]) -> bytes:
+    """A file of arrays that are not there, with these names."""
+    arrays = struct.pack("<QQQ", 0x112, 0, len(names)) + struct.pack("<Iii", 0xF993FAC9, 0, 0) * len(names)
+    return arrays + struct.pack("<Q", len(names)) + b"".join(struct.pack("<Q", len(name)) + name for name in names)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -303,6 +309,7 @@ DEVICE = struct.pack("<ii", 1, 0)
         (struct.pack("<QQQ", 0x112, 0, 1 << 60), "arrays, where"),
         (struct.pack("<QQQ", 0x112, 7, 0), "after the magic number"),
         (struct.pack("<QQQQ", 0x112, 0, 0, 5), "5 names of 0 arrays"),
+        (no_arrays([b"", b""]), "two arrays are called ''"),
         (V2 + struct.pack("<qq", 1 << 40, 1 << 40), "whose size is no int64"),
         (V2 + struct.pack("<qq", 1 << 30, 1 << 20) + DEVICE + struct.pack("<i", 0), "are left"),
         (V2 + struct.pack("<qq", 2, -3), "whose size is no int64"),
@@ -412,3 +419,10 @@ def test_reading_imports_no_other_framework() -> None:
     code = "import sys; import unisono.interop.weight_file; print({'mxnet', 'mindspore', 'google.protobuf'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_one_name_of_many_that_is_there_twice(tmp_path: Path) -> None:
+    """Each name is looked at once: with a search of all for each of them, this test takes minutes."""
+    path = tmp_path / "many.params"
+    path.write_bytes(no_arrays([*(b"%d" % number for number in range(200_000)), b"199999"]))
+    assert "two arrays are called '199999'" in refused(path)

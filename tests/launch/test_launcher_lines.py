@@ -184,7 +184,9 @@ def test_lines(given: str, expected: str, notes: list[str]) -> None:
         ("torchrun --nproc-per-node=2", "it names no program to start"),
         ("torchrun --new-option=2 train.py", "unknown arguments: --new-option=2"),
         ("torchrun --nproc-per-node=none train.py", "'none' is no number"),
-        ("torchrun --nproc-per-node=0 train.py", "'0' is no whole number of at least 1"),
+        ("torchrun --nproc-per-node=0 train.py", "'0' is no whole number from 1 to 4,096"),
+        (f"torchrun --nproc-per-node={'9' * 20} train.py", f"'{'9' * 20}' is no whole number from 1 to 4,096"),
+        (f"torchrun --nproc-per-node={'9' * 5000} train.py", "is no whole number from 1 to 4,096"),
         ("torchrun --nnodes", "expected one argument"),
         ("mpirun python train.py", "the number of processes is missing"),
         ("mpirun -np 2 --unheard of python train.py", "unknown arguments: --unheard"),
@@ -197,6 +199,12 @@ def test_a_line_that_cannot_be_read_is_refused(given: str, message: str) -> None
     with pytest.raises(ConfigError) as caught:
         translate_line(shlex.split(given), lambda: 0)
     assert message in str(caught.value)
+
+
+def test_a_remark_is_a_line_that_a_shell_leaves_out(desk: Desk) -> None:
+    done = desk.here("launch", "--from", "--", "torchrun", "--master_addr", "\x1b[31mx\nrm y", "train.py")
+    assert "# --master-addr '\\x1b[31mx rm y': ranks of one host meet at" in done.out
+    assert all(line.startswith(("unisono launch ", "# ")) for line in done.out.splitlines())
 
 
 def test_options_of_a_launch_beside_a_line_of_another_are_refused(desk: Desk) -> None:

@@ -130,8 +130,13 @@ def test_each_column_of_a_benchmark_is_an_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "columns", "given"),
     [
-        ("b.jsonl", '{"text": "a"}\n', ("answers",), "column 'answers' of line 1"),
-        ("b.csv", "text\na\n", ("answers",), "a benchmark of decontaminate.against: column 'answers' of"),
+        ("b.jsonl", '{"text": "a"}\n', ("answers",), "has no column 'answers'"),
+        (
+            "b.csv",
+            "text\na\n",
+            ("answers",),
+            "a benchmark of decontaminate.against: the source has no column 'answers'",
+        ),
         ("b.jsonl", '{"text": "a"}\n{"text": null}\n', (), "b.jsonl: line 2 .*null"),
         ("b.csv", "text,n\na,1\nb,2\n", ("n",), "row 0, field 'n'"),
         ("b.csv", "question,answer\na,b\n", (), "whose fields are 'question', 'answer'"),

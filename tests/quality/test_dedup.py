@@ -280,7 +280,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b'{"text": 5}\n', "row 0, field 'text': 5 \\(int\\)"),
-        (b'{"text": "a"}\n{"body": "b"}\n', "column 'text' of line 2"),
+        (b'{"text": "a"}\n{"body": "b"}\n', "has no column 'text'"),
         (b'{"text": "a"}\nno json\n', "line 2 at offset 14"),
         (b'{"text": "\xff"}\n', "line 1 at offset 0"),
     ],

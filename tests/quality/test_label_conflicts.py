@@ -108,7 +108,7 @@ def test_rows_without_a_text_are_compared_whole(tmp_path: Path) -> None:
     [
         ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], "line 2 at offset 28: field 'label': null is "),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], "with 1 different values in 2 rows"),
-        ([{"text": "a"}, {"text": "b"}], "column 'label' of line 1"),
+        ([{"text": "a"}, {"text": "b"}], "has no column 'label'"),
     ],
 )
 def test_rows_without_labels(tmp_path: Path, rows: list[dict[str, Any]], said: str) -> None:

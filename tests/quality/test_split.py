@@ -166,7 +166,7 @@ def test_parts_that_are_refused(tmp_path: Path, parts: dict[str, Fraction], mess
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
     data_set(tmp_path / "all.jsonl", 4)
-    with pytest.raises(DataError, match="column 'class' of line 1"):
+    with pytest.raises(DataError, match="has no column 'class'"):
         split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="class")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")

@@ -14,12 +14,14 @@ from pool import Pool
 from torch import Tensor, nn
 
 from unisono import CheckpointOptions, Distillation, DistillOptions, LoaderOptions, PlanOptions, Trainer, TrainOptions
+from unisono.config import load_config
 from unisono.data.dataset import from_map_style
 from unisono.dist import World
 from unisono.errors import ConfigError, DataError, PlanError
 from unisono.measure.live_storages import LiveStorages
 from unisono.models.distillation_loss import divergence_sum
 from unisono.models.loss import LazyLogits
+from unisono.train.config import RunConfig
 from unisono.train.objectives import cross_entropy, next_token
 
 FEATURES = ("blocks.0=blocks.0", "blocks.1=blocks.2")
@@ -445,3 +447,8 @@ def test_a_student_is_better_with_a_teacher(tmp_path: Path, seed: int) -> None:
     assert scores["distilled"] < scores["alone"]
     assert scores["again"] == scores["distilled"]
     assert taught < scores["alone"]
+
+
+def test_a_temperature_whose_square_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distill\.temperature"):
+        load_config(RunConfig, overrides=["distill.teacher=x", "distill.temperature=1e308"], environ={})

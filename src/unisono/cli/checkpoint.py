@@ -22,6 +22,7 @@ from unisono.cli.common import (
     trusts_python,
 )
 from unisono.cli.own_code import read_code, takes_model
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import CheckpointError, ConfigError
 from unisono.sanitize import listed, printable
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
@@ -105,6 +106,7 @@ def _nothing_at(path: str, consequence: str) -> CheckpointError:
 @click.option("--drop-optimizer", is_flag=True, help="Keep the model and its averages only; no run resumes from it.")
 @click.option("--average", is_flag=True, help="Averaged weights in place of the weights, and nothing else.")
 @common_options
+@sigterm_interrupts()
 def convert_one(source: str, target: str, files: int, drop_optimizer: bool, average: bool, as_json: bool) -> None:
     """Write the checkpoint folder SOURCE again as TARGET/step-….
 
@@ -150,6 +152,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 )
 @trusts_python
 @common_options
+@sigterm_interrupts()
 def export_model(
     run_dir: str,
     target: str | None,
@@ -236,9 +239,10 @@ def _export_file(file: Path, kind: str, module: nn.Module, read: Callable[[str, 
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With --as, a value of config.json that no tensor tells, such as num_attention_heads=12.",
+    help="With --as, a value of config.json that no tensor tells, such as num_attention_heads=12. The last of a name counts.",
 )
 @common_options
+@sigterm_interrupts()
 def import_file(source: Path, out: Path, family: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Write the weights in SOURCE, a file of MXNet (.params) or MindSpore (.ckpt, .safetensors), again as safetensors.
 
@@ -261,7 +265,7 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
             given=f"--out {out}",
             rule=f"the name ends in .safetensors, {' or '.join(_SUFFIXES)}, which says the format; with --as it is a folder",
             consequence="nothing was written",
-            nearest=str(out.with_suffix(".safetensors")),
+            nearest=str(out / "weights.safetensors" if out.is_dir() else out.with_suffix(".safetensors")),
         )
     check_output("--out", out, consequence="nothing was written")
     from unisono.interop.model_folder import known_model

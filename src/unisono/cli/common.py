@@ -70,8 +70,14 @@ def check_output(option: str, path: str | Path, *, consequence: str) -> None:
         ConfigError: It exists, or its folder does not. ``consequence`` is what has not been done.
     """
     folder = Path(path).parent
+    file = next((above for above in Path(path).parents if os.path.lexists(above)), folder)
     if os.path.lexists(path):
         rule, nearest = "a file that exists is not overwritten", "another name"
+    elif not file.is_dir():
+        rule, nearest = (
+            f"the file is written into a folder, and {file} is none",
+            f"a path that does not lead through {file}",
+        )
     elif not folder.is_dir():
         rule, nearest = "the file is written into a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"
     else:

@@ -22,6 +22,7 @@ from unisono.cli.common import (
     trusts_python,
 )
 from unisono.cli.own_code import read_code, takes_evaluation, takes_model
+from unisono.cli.termination import sigterm_interrupts
 from unisono.config import Resolved, load_config
 from unisono.errors import ConfigError, nearest_name
 from unisono.storage.run_folder import RUN_FILE
@@ -86,6 +87,7 @@ def takes_source(function: F) -> F:
     return function
 
 
+@sigterm_interrupts()
 def compress(
     change: Callable[[TrainedRun, Resolved[RunConfig]], Compressed],
     *,

@@ -19,6 +19,7 @@ from unisono.cli.data_labels import find_labels, relabel_documents
 from unisono.cli.data_pack import pack
 from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, print_recipe, split_documents
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 @click.argument("source", type=ExpandedPath(path_type=Path))
 @click.argument("target", type=ExpandedPath(path_type=Path))
 @common_options
+@sigterm_interrupts()
 def repair_file(source: Path, target: Path, as_json: bool) -> None:
     """Write what can be saved of SOURCE (RecordIO) to TARGET, a new file, and name what is lost."""
     from unisono.data.convert.checking import repair_file
@@ -92,6 +94,7 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
 @command.command("reindex")
 @click.argument("files", nargs=-1, required=True, type=ExpandedPath(path_type=Path))
 @common_options
+@sigterm_interrupts()
 def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     """Write the indexes of FILES (RecordIO) anew, trusting each file as it is."""
     from unisono.data.convert.checking import require_kind
@@ -124,6 +127,7 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     help="Only the rows that unisono data clean, dedup, split, leak or relabel kept in FOLDER.",
 )
 @common_options
+@sigterm_interrupts()
 def convert_file(
     source: Path,
     target: Path,
@@ -160,6 +164,7 @@ def convert_file(
 @click.option("--into", "prefix", required=True, type=ExpandedPath(path_type=Path), help="Beginning of the new names.")
 @click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="How many; 1 merges.")
 @common_options
+@sigterm_interrupts()
 def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
     """Write all records of FILES (RecordIO), in order, to new files of equal numbers of records."""
     from unisono.data.convert.checking import require_kind

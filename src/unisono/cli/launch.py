@@ -25,6 +25,7 @@ from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators
+from unisono.sanitize import printable
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -211,7 +212,7 @@ def _show_translated(context: click.Context, command: tuple[str, ...], *, as_jso
         )
     line = translate_line(command, count_accelerators)
     notes = [{"argument": argument, "reason": reason} for argument, reason in line.notes]
-    shown = [shlex.join(line.argv), *(f"# {argument}: {reason}" for argument, reason in line.notes)]
+    shown = [shlex.join(line.argv), *(printable(f"# {argument}: {reason}") for argument, reason in line.notes)]
     print_result(as_json, {"command": line.argv, "notes": notes}, shown)
     return 0
 

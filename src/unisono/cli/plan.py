@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ def export_file(
     """
     resolved = load_run_config(config, overrides).value
     path = Path(output)
-    _require_new("export", path, force=force)
+    _require_new("export", path, [Path(file) for file in config], force=force)
     plan = _derive(resolved.plan, processes or max(1, resolved.launch.num_processes))
     try:
         plan.save(path)
@@ -133,7 +134,7 @@ def import_file(files: tuple[Path, ...], settings: tuple[str, ...], output: str,
     from unisono.storage.files import write_atomically
 
     path = Path(output)
-    _require_new("import", path, force=force)
+    _require_new("import", path, files, force=force)
     if not files and not settings:
         raise click.UsageError("neither a strategy file nor a setting (--context) of MindSpore")
     imported = imported_plan([read_strategies(file) for file in files], parse_settings(settings))
@@ -152,8 +153,18 @@ def import_file(files: tuple[Path, ...], settings: tuple[str, ...], output: str,
     print_result(as_json, result, lines)
 
 
-def _require_new(verb: str, path: Path, *, force: bool) -> None:
-    if path.exists() and not force:
+def _require_new(verb: str, path: Path, sources: Sequence[Path], *, force: bool) -> None:
+    """Raise ConfigError where ``path`` is there and not to be overwritten, or is one of the files that the plan is made of."""
+    if not path.exists():
+        return
+    if source := next((source for source in sources if source.exists() and path.samefile(source)), None):
+        raise ConfigError(
+            given=f"plan {verb} {source} --output {path}, which is that file",
+            rule="a plan does not replace a file that it is made of, nor with --force",
+            consequence="nothing was written",
+            nearest="another name (--output)",
+        )
+    if not force:
         raise ConfigError(
             given=f"plan {verb} --output {path}",
             rule="a file that exists is not overwritten",

@@ -186,7 +186,7 @@ def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[
 
 def _unreadable(path: Path, named: str, reason: str | None) -> Problem:
     shown_path = shorten(str(path), MAX_SHOWN_PATH)
-    rule = "a configuration is a file this process may read"
+    rule = "a configuration is a regular file, which this process may read"
     return config_problem(f"{named}{shown_path}: {reason}", rule, f"ls -ld {shown_path}")
 
 

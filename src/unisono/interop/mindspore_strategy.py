@@ -8,6 +8,7 @@ package has it.
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from unisono.data.text_encoding import conversion_command, encoding_of
 from unisono.errors import PlanError
 from unisono.plan.options import MOST_RANKS
 from unisono.sanitize import quoted
@@ -71,6 +73,7 @@ class StrategyFile:
 
 def read_strategies(path: Path) -> StrategyFile:
     """Read a file of either form. Raises PlanError."""
+    data = b""
     try:
         data = read_limited(path, MAX_STRATEGY_BYTES)
         if data.lstrip()[:1] == b"{":
@@ -78,12 +81,17 @@ def read_strategies(path: Path) -> StrategyFile:
         return _of_protobuf(memoryview(data))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        nearest = "the file that strategy_ckpt_config={'save_file': …} or save_param_strategy_file names there"
+        if data.startswith(codecs.BOM_UTF8):
+            reason = "it begins with a byte order mark, which JSON in UTF-8 has not"
+        elif encoding := encoding_of(data):
+            reason, nearest = f"it is {encoding}, not UTF-8", f"the file in UTF-8: {conversion_command(path, data)}"
         raise PlanError(
             given=f"strategy file of MindSpore {path}: {reason}",
             rule=f"it has current_stage, parallel_strategy_item and parallel_layout_item, as JSON or as a protocol buffer, in at "
             f"most {MAX_STRATEGY_BYTES >> 20} MiB",
             consequence="no plan was made of it",
-            nearest="the file that strategy_ckpt_config={'save_file': …} or save_param_strategy_file names there",
+            nearest=nearest,
         ) from error
 
 

@@ -50,8 +50,8 @@ def write_model_folder(folder: Path, model: Renamed) -> None:
         OSError: The folder cannot be written.
     """
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    unfinished.mkdir(mode=FOLDER_MODE)
     try:
+        unfinished.mkdir(mode=FOLDER_MODE)
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()]
         write_weights_file(
             unfinished / "model.safetensors", "safetensors", layout, lambda name: model.tensors[name].load()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
@@ -100,8 +101,9 @@ def read_params(data: memoryview) -> dict[str, StoredTensor]:
     names = [_name(file) for _ in range(num_names)] if num_names else [str(number) for number in range(count)]
     if file.left():
         raise ValueError(f"{file.left()} bytes after the last name")
-    if len(set(names)) < len(names):
-        raise ValueError(f"two arrays are called {quoted(next(name for name in names if names.count(name) > 1))}")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"two arrays are called {quoted(name)}")
     return without_prefixes({name: array for name, array in zip(names, arrays, strict=True) if array is not None})
 
 

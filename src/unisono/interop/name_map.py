@@ -21,11 +21,13 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError, ConfigError, Problem
 from unisono.interop.stored_tensor import StoredTensor, to_bytes
-from unisono.sanitize import listed, quoted
+from unisono.sanitize import listed, quoted, shorten
 
 Dim = int | str
 Files = Mapping[str, StoredTensor]
 _SHOWN: Final = 300  # characters of names in an error
+_MOST: Final = 1 << 53  # of a setting: JSON keeps whole numbers below it in any program
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # prefixes of MindSpore's optimizers, which save their state beside the weights
 _OPTIMIZER_STATE: Final = re.compile(
     r"accum(_update)?|adam_[mv]|ax_|exp_avg|lamb_[mv]|linear|mean_grad|mean_square|moment[12s]?|prev|stat|step_size|vhat"
@@ -170,6 +172,7 @@ def rename(name_map: NameMap, source: Path, tensors: Files, given: Mapping[str, 
             consequence="nothing was written",
             nearest="the file under its own names, without --as",
         )
+    _require_floats(name_map.label, source, {names[name]: stored[name] for name in stored if name in used})
     settings = _settings(name_map, given)
     found = Found(sizes=sizes, places=frozenset(place.name for place in places), settings=settings)
     return Renamed(
@@ -178,6 +181,21 @@ def rename(name_map: NameMap, source: Path, tensors: Files, given: Mapping[str, 
         tensors={place.name: _made(place, stored) for place in places},
         left_out=tuple(names[name] for name in left_out),
     )
+
+
+def _require_floats(label: str, source: Path, tensors: Files) -> None:
+    wrong = [
+        f"{quoted(name)} is {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in _DTYPES
+    ]
+    if wrong:
+        raise CheckpointError(
+            given=f"{source} as {label}: {listed(wrong, _SHOWN)}",
+            rule="weights of a model are floating-point numbers of 16, 32 or 64 bits; what scales others is not in the file",
+            consequence="nothing was written",
+            nearest="the file under its own names, without --as",
+        )
 
 
 def _no_such_model(label: str, source: Path, tensors: Files) -> CheckpointError:
@@ -194,7 +212,7 @@ def matching(name_maps: Sequence[NameMap], source: Path, tensors: Files) -> Name
     for name_map in name_maps:
         if name_map.find(tensors) is not None:
             return name_map
-    raise _no_such_model(", ".join(name_map.label for name_map in name_maps), source, tensors)
+    raise _no_such_model("; ".join(name_map.label for name_map in name_maps), source, tensors)
 
 
 def _is_no_weight(name: str, tensor: StoredTensor, tensors: Files) -> bool:
@@ -278,7 +296,7 @@ def _value(setting: Setting, text: str | None) -> int | float | str:
     try:
         value = setting.kind(text)
     except ValueError:
-        raise ValueError(f"{setting.name}={text}, which is no number") from None
-    if isinstance(value, str) or (math.isfinite(value) and value > 0):
+        raise ValueError(f"{setting.name}={shorten(text)}, which is no number") from None
+    if isinstance(value, str) or 0 < value < _MOST:  # also for NaN
         return value
-    raise ValueError(f"{setting.name}={text}, which is not above 0")
+    raise ValueError(f"{setting.name}={shorten(text)}, which is not above 0 and below {_MOST:,}")

@@ -46,7 +46,7 @@ def open_weights(path: Path) -> Generator[Weights]:
     No code of the file is run: pickles are refused.
 
     Raises:
-        CheckpointError: The file cannot be read, is damaged, or of another format.
+        CheckpointError: The file cannot be read, is damaged, of another format, or without tensors.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -54,6 +54,13 @@ def open_weights(path: Path) -> Generator[Weights]:
             weights = _read(stack.enter_context(_mapped(file)))
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
+        if not weights.tensors:
+            raise CheckpointError(
+                given=f"{path} ({weights.format}), which holds no tensors",
+                rule="a file of weights has at least one tensor",
+                consequence="nothing was written",
+                nearest="the file that the weights were saved to",
+            )
         yield weights
 
 
@@ -91,6 +98,8 @@ def _read(data: memoryview) -> Weights:
         raise ValueError("a pickle, which can run any code, as torch.save and MXNet's trainer states are")
     if first.startswith(mindspore_checkpoint.ENCRYPTED_MAGIC):
         raise ValueError("an encrypted checkpoint of MindSpore: save it again there without enc_key")
+    if not first.startswith(b"\n"):  # of the values, a checkpoint's only field
+        raise ValueError("it begins as a file of none of the formats that are read")
     tensors, texts = mindspore_checkpoint.read_checkpoint(data)
     return Weights(format="mindspore", tensors=tensors, texts=texts)
 
@@ -153,11 +162,18 @@ def write_weights_file(path: Path, kind: str, layout: Layout, read: Callable[[st
         read: The values by name.
 
     Raises:
-        CheckpointError: The format has no such dtype.
+        CheckpointError: The format has no such dtype, or takes the name of a tensor for something else.
         OSError: The file cannot be written.
     """
     writer = WRITERS[kind]
     for name, dtype, _ in layout:
+        if kind == "safetensors" and name == "__metadata__":
+            raise CheckpointError(
+                given=f"a tensor called {quoted(name)}",
+                rule="safetensors has that name for the text beside the tensors",
+                consequence="nothing was written",
+                nearest="a file of another format (.params, .ckpt), or the tensor under another name",
+            )
         if not writer.knows(dtype):
             raise CheckpointError(
                 given=f"{name} is of {str(dtype).removeprefix('torch.')}",

@@ -19,7 +19,8 @@ from typing import Final
 
 from unisono.errors import ConfigError
 from unisono.launch.launcher_options import LAUNCHERS, Launcher, LauncherOption
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import MAX_PROCESSES, LaunchOptions
+from unisono.sanitize import shorten
 
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", flags=re.ASCII | re.DOTALL)
 _PYTHON: Final = re.compile(r"python[0-9.]*", flags=re.ASCII)
@@ -36,6 +37,7 @@ _PROGRAMS: Final[Mapping[str, str]] = {
     "mpirun.openmpi": "mpirun",
     "dmlc-submit": "launch.py",
 }
+_DIGITS: Final = 20  # of a number of a line
 _HOSTS_FILE: Final = "hosts"  # the name of the file that is to be written
 _SYNCHRONOUS: Final = re.compile(r"dist(_device)?_sync(_device)?|horovod")
 
@@ -310,8 +312,9 @@ def _host_line(text: str) -> str:
 
 
 def _whole(name: str, spelled: str, value: str, least: int = 1) -> int:
-    if not value.isdecimal() or int(value) < least:
-        raise _unreadable(name, [spelled], f"{value!r} is no whole number of at least {least}")
+    # int() refuses thousands of digits
+    if not value.isdecimal() or len(value) > _DIGITS or not least <= int(value) <= MAX_PROCESSES:
+        raise _unreadable(name, [spelled], f"{shorten(value)!r} is no whole number from {least} to {MAX_PROCESSES:,}")
     return int(value)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from unisono.data.convert.file_kind import TOKENS, file_kind
 from unisono.data.convert.formats.jsonl import lines_of, object_of_line, row_of_line
-from unisono.data.convert.formats.table import OtherFields, Row, check_columns, open_source, unreadable_error
+from unisono.data.convert.formats.table import OtherFields, Row, open_source, unreadable_error
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES, image_files
 from unisono.data.convert.table_files import files_of, open_file
 from unisono.data.dataset import Batch, Dataset, read_samples
@@ -38,7 +38,7 @@ from unisono.data.sources.converted import sample_of_row
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, corpus_at, read_text, unreadable_file_error
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import DataError
-from unisono.sanitize import quoted
+from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.data import check_same_vocabulary, held_out_windows
 from unisono.tasks.encoders import input_columns
@@ -197,7 +197,13 @@ def _columns(
             raise unreadable_error(
                 f"column {quoted(name)} of {where}: {others[name].type}", problem.rule, problem.nearest
             )
-    check_columns(list(columns.values()), fields, where)
+    missing = next((name for name in columns.values() if name not in fields), None)
+    if missing is not None:
+        raise unreadable_error(
+            f"{where} has no column {quoted(missing)}",
+            f"a row has each column that the model reads: {listed(dict.fromkeys(columns.values()), 300)}",
+            f"add the field {quoted(missing)} to the row, which has {listed(sorted(fields), 300) or 'none'}",
+        )
     return columns
 
 

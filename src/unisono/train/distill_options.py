@@ -13,6 +13,8 @@ from unisono.errors import Problem
 # submodule of a student with the layers that project its features
 PROJECTIONS: Final = "distill_projections"
 _WITH_TEACHER: Final = "distill.teacher"
+# above it, differences of the softened probabilities are lost in the rounding of fp32
+_MOST_TEMPERATURE: Final = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,7 @@ class DistillOptions:
         "Divisor of the logits of both models in that term, which is multiplied by its square; numbers have none.",
         applies_with=_WITH_TEACHER,
         gt=0.0,
+        le=_MOST_TEMPERATURE,
     )
     features: tuple[str, ...] = option(
         (),

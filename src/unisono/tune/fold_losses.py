@@ -64,8 +64,9 @@ def _evaluate(run_dir: Path, path: Path, trust: Sequence[str]) -> None:
     command = module_command("unisono", "eval", str(run_dir), "--sample-losses", str(path), *trust)
     code, said = run_child(command)
     if code:
+        words = error_paragraph(said).replace("\n", "\n    ")
         raise UnisonoError(
-            given=f"the evaluation of {run_dir}: {error_paragraph(said) or f'it ended with exit code {code}'}",
+            given=f"the evaluation of {run_dir}: {words or f'it ended with exit code {code}'}",
             rule="each training that ended is evaluated on the samples that it held out",
             consequence="the losses were not put together; those of other folds are kept",
             nearest="the same command again, once its cause is removed",

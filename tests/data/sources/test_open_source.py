@@ -616,7 +616,7 @@ def test_bad_sources(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.rec"))
     with pytest.raises(DataError, match="line 1 at offset 0"):
         open_source(tmp_path / "deep.jsonl")
-    with pytest.raises(DataError, match="column 'y' of record 0"):
+    with pytest.raises(DataError, match="has no column 'y'"):
         open_source(tmp_path / "a.jsonl", columns={"x": "y"})
     with pytest.raises(DataError, match=r"whose suffix is '\.xls'") as caught:
         open_source(tmp_path / "a.xls")

@@ -187,7 +187,7 @@ def _of_benchmark(problem: Problem, column: str | None) -> Problem:
     """A problem of a table in which the field of the text is not there, or not clear, with the setting that names it."""
     if problem.nearest == NAME_COLUMN:
         return replace(problem, nearest=_COLUMNS)
-    is_about_column = column is not None and problem.given.startswith(f"column {quoted(column)} ")
+    is_about_column = column is not None and f"column {quoted(column)} " in f"{problem.given} "
     if not is_about_column:
         return problem
     return replace(problem, given=f"{_A_BENCHMARK}: {problem.given}", nearest=f"{_COLUMNS}; {problem.nearest}")

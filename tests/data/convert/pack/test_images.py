@@ -272,7 +272,8 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
         + "".join(f"\n    {path}: {reason}" for path, reason in bad)
         + "\n  rule: every input is packed, unless --on-error skip\n"
         "  so:   the target was not written; finished shards, if any, are kept for a next run\n"
-        "  try:  repair or remove them; or --on-error skip packs the rest and lists them in the report"
+        "  try:  --follow-links, which takes what links and paths lead out to; else repair or remove them; or --on-error "
+        "skip packs the rest and lists them in the report"
     )
     report = json.loads((tmp_path / "a.rec.report.json").read_text())
     assert report["bad"] == [{"path": path, "reason": reason} for path, reason in bad]

@@ -147,7 +147,7 @@ def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -
     for name in columns:
         if name not in fields:
             nearest = nearest_name(name, fields)
-            raise unreadable_error(f"column {quoted(name)} of {where}", "a column is a field of each row", nearest)
+            raise unreadable_error(f"{where} has no column {quoted(name)}", "a column is a field of each row", nearest)
 
 
 def field_type_of(name: str, value: Any) -> FieldType:

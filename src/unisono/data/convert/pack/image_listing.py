@@ -157,7 +157,7 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
             listing.left_out += 1
             if may_be_data(entry.name):
                 listing.hidden.append("/".join(entry_parts))
-        elif entry.is_dir():
+        elif _is_folder(entry):
             if entry.is_symlink() and not follow:
                 listing.refuse("/".join(entry_parts), "a link to a folder; --follow-links takes it")
             else:
@@ -168,6 +168,14 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
             listing.refuse("/".join(entry_parts), "a link that leads out; --follow-links takes it")
         else:
             yield entry_parts
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one. A link to itself is none: as a file it cannot be read."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 ListEntry = tuple[str, tuple[float, ...], int, str]  # path, labels, key, where in the list

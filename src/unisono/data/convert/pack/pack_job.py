@@ -271,12 +271,14 @@ class RecordAnswer(msgspec.Struct, frozen=True, array_like=True):
 def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
     """The error for bad inputs of a job with ``on_error`` "fail"."""
     shown = "".join(f"\n    {entry.path}: {entry.reason}" for entry in bad[:_SHOWN])
+    follows = any("--follow-links" in entry.reason for entry in bad)
+    nearest = "repair or remove them; or --on-error skip packs the rest and lists them in the report"
     more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
     return DataError(
         given=f"{len(bad):,} bad input{'s' if len(bad) > 1 else ''}:{shown}{more}",
         rule="every input is packed, unless --on-error skip",
         consequence="the target was not written; finished shards, if any, are kept for a next run",
-        nearest="repair or remove them; or --on-error skip packs the rest and lists them in the report",
+        nearest=f"--follow-links, which takes what links and paths lead out to; else {nearest}" if follows else nearest,
     )
 
 
