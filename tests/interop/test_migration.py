@@ -80,6 +80,11 @@ def test_a_page_shows_the_code_that_runs(origin: str) -> None:
     assert migration_pages.page_path(origin).read_text() == migration_pages.page(origin)
 
 
+def test_a_function_is_shown_with_its_decorator() -> None:
+    page = (migration.ROOT / "docs" / "from-horovod.md").read_text()
+    assert "```py\n@hvd.elastic.run\ndef train(state):\n" in page
+
+
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_every_snippet_of_the_left_side_has_a_counterpart_or_says_why_not(origin: str) -> None:
     before = {node.name: ast.get_docstring(node) for node in functions(origin, "before")}
