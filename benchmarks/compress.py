@@ -1,4 +1,5 @@
-"""Quantized models of unisono and of torchao: bytes, quality and time of a forward pass, on this processor. Prints JSON.
+"""Quantized models of unisono and of torchao: bytes, quality and time of a forward pass, on this processor; and what pruning and
+training with rounded numbers cost and bring (``smaller``). Prints JSON.
 
     python -m benchmarks.compress [--rounds 15] [--steps 300]
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.paired import ratio
+from benchmarks.smaller import pruned, rounded
 from torch import Tensor, nn
 
 from unisono.models.gpt import GPT
@@ -31,6 +33,7 @@ from unisono.models.quantized import store
 from unisono.models.quantized_model import make_stored, select_layers
 
 SCHEMES: tuple[Scheme, ...] = ("int8", "int8_dynamic", "int4")
+SEEDS = (0, 1, 2)
 MIN_S = 0.02  # of one timing
 Quality = Callable[[nn.Module], float]
 
@@ -171,7 +174,18 @@ def main() -> None:
     except PackageNotFoundError:
         installed = "not installed"
     not_run = {name: why for each in found.values() for name, why in each.pop("not_run").items()}
-    print(json.dumps({"models": found, "torchao": installed, "not_run": not_run}, indent=1))
+    steps, further = arguments.steps, arguments.steps // 4
+    prune = {f"seed {seed}": pruned(seed, steps, further) for seed in SEEDS}
+    aware_steps, aware_further = 5 * steps // 3, steps // 3
+    aware = {f"seed {seed}": rounded(seed, aware_steps, aware_further) for seed in SEEDS}
+    result = {
+        "models": found,
+        "prune": {"steps": steps, "further_steps": further, "seeds": prune},
+        "aware": {"steps": aware_steps, "further_steps": aware_further, "seeds": aware},
+        "torchao": installed,
+        "not_run": not_run,
+    }
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
