@@ -32,8 +32,9 @@ def section(run: Run | None, not_rerun: str = "") -> str:
         f"{_range(row['mib']['after'] for row in seeds.values())} MiB, and a forward pass took "
         f"{_range(row['time_ratio'] for row in seeds.values())} of the time.",
         "",
-        f"Training with rounded numbers: a `gpt` of 2 layers and 32 dimensions, {aware['steps']} steps on an artificial language, "
-        f"then {aware['further_steps']} in floating point (`float`) or with the rounding of int4 (`aware`); held-out loss:",
+        f"Training with rounded numbers: a `gpt` of 2 layers and 32 dimensions, {aware['steps']} steps on an artificial "
+        f"language, then {aware['further_steps']} in floating point (`float`) or with the rounding of int4 (`aware`); held-out "
+        "loss:",
         "",
         *_table(aware["seeds"], 4),
     ]
