@@ -512,7 +512,7 @@ def language_loss(folder: Path, model: nn.Module, steps: int, seed: int, *, coun
         plan=PlanOptions(device="cpu", precision="fp32", global_batch=32),
         options=TrainOptions(steps=steps, eval_every_steps=0),
         eval_data=sentences(500, 99),
-        optim=OptimOptions(lr=1e-2),
+        optimizer=OptimOptions(lr=1e-2),
         seed=seed,
         **given,
     ) as run:
