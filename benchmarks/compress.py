@@ -153,10 +153,12 @@ def measure(model: nn.Module, inputs: tuple[Tensor, ...], quality: Quality, roun
                 times[name].append(taken)
     pairs = [(scheme, f"unisono {scheme}", f"torchao {scheme}") for scheme in SCHEMES if f"torchao {scheme}" in models]
     whole, bytes_of = num_bytes(model), {name: num_bytes(each) for name, each in models.items()}
+    scores = {name: quality(each) for name, each in models.items()}
     return {
         "bytes": bytes_of,
         "bytes_over_fp32": {name: round(count / whole, 4) for name, count in bytes_of.items()},
-        "quality": {name: quality(each) for name, each in models.items()},
+        "quality": scores,
+        "quality_minus_fp32": {name: score - scores["fp32"] for name, score in scores.items() if name != "fp32"},
         "time_over_fp32": {name: ratio(times[name], times["fp32"]) for name in models if name != "fp32"},
         "time_over_torchao": {scheme: ratio(times[ours], times[theirs]) for scheme, ours, theirs in pairs},
         "not_run": not_run,

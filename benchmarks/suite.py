@@ -362,6 +362,7 @@ BENCHMARKS = (
             Row("{0}, {1}: time / fp32", "models/*/time_over_fp32/*"),
             Row("{0}, {1}: bytes / fp32", "models/*/bytes_over_fp32/*", figures.number("{:.3f}")),
             Row("{0}, {1}: quality", "models/*/quality/*", figures.number("{:.4f}")),
+            Row("gpt, {0}: quality minus fp32's", "models/gpt/quality_minus_fp32/*", figures.number("{:+.1e}")),
             Row("{0}, pruning: loss, {1}", "prune/seeds/*/loss/*", figures.number("{:.3f}")),
             Row("{0}, pruning: MiB on disk {1}", "prune/seeds/*/mib/*", figures.number("{:.2f}")),
             Row("{0}, pruning: time of a forward pass / before", "prune/seeds/*/time_ratio", figures.number("{:.2f}")),
