@@ -152,7 +152,7 @@ def save(folder: Path, name: str, **values: Any) -> Path:
     )
     torch.manual_seed(0)
     config = transformers.BertConfig if name.startswith("Bert") else transformers.LlamaConfig
-    getattr(transformers, name)(config(**SIZES, **values)).save_pretrained(folder)
+    getattr(transformers, name)(config(**(SIZES | values))).save_pretrained(folder)
     return folder
 
 
