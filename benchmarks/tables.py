@@ -1,4 +1,4 @@
-"""Writes README's and this folder's tables, and that of docs/kvstore.md, from ``results/*.json``. Standard library only.
+"""Writes README's and this folder's tables, and those of two pages of docs/, from ``results/*.json``. Standard library only.
 
     python -m benchmarks.tables [--check | --stale | --mark-stale]
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import compress_table
 from benchmarks.figures import Line, lines
 from benchmarks.kvstore import convergence_table
 from benchmarks.reach import files_of
@@ -118,11 +119,12 @@ def pages() -> dict[Path, str]:
     """Every generated page, as it should be."""
     readme, figures = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
     convergence = convergence_table.PAGE
-    results = load("kvstore_convergence")
+    results, smaller = load("kvstore_convergence"), load("compress")
     return {
         readme: between(readme.read_text(), headlines(BENCHMARKS)),
         figures: between(figures.read_text(), sections(BENCHMARKS)),
         convergence: convergence_table.page(convergence.read_text(), results.newest, not_rerun(results)),
+        compress_table.PAGE: compress_table.page(compress_table.PAGE.read_text(), smaller.newest, not_rerun(smaller)),
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of what is installed
 
-from benchmarks import figures, record, run, tables  # noqa: E402
+from benchmarks import compress_table, figures, record, run, tables  # noqa: E402
 from benchmarks.figures import Row, at_least, at_most  # noqa: E402
 from benchmarks.kvstore import convergence_table  # noqa: E402
 from benchmarks.observe import profiler_tables, profilers  # noqa: E402
@@ -57,7 +57,7 @@ def a_line(row: Row, result: dict[str, Any]) -> figures.Line:
 # --- the pages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "docs/kvstore.md"])
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "docs/kvstore.md", "docs/smaller-models.md"])
 def test_a_page_has_the_figures_of_the_result_files(page: str) -> None:
     assert (ROOT / page).read_text() == tables.pages()[ROOT / page], "make tables writes it"
 
@@ -444,3 +444,28 @@ def test_the_table_of_convergence_says_that_its_code_has_changed() -> None:
     newest = a_run({"models": {"gpt": model}})
     assert convergence_table.section(newest, line).startswith(line + "\n\n**gpt**")
     assert "Not yet" not in convergence_table.section(newest, "")
+
+
+def test_the_tables_of_smaller_models_have_a_column_for_each_seed() -> None:
+    of_seed = {"mib": {"before": 0.65, "after": 0.36}, "time_ratio": 0.71}
+    prune = {
+        "seed 0": {"loss": {"whole": 2.0834, "pruned by taylor": 2.293}, **of_seed},
+        "seed 1": {"loss": {"whole": 2.0692, "pruned by taylor": 2.419}, **of_seed, "time_ratio": 0.774},
+    }
+    result = {
+        "prune": {"steps": 300, "further_steps": 75, "seeds": prune},
+        "aware": {"steps": 500, "further_steps": 100, "seeds": {"seed 0": {"float": 0.8862, "float, int4": 0.89104}}},
+    }
+    section = compress_table.section(a_run(result), "It has changed.")
+    assert section.startswith("It has changed.\n\n")
+    assert (
+        "\n| | seed 0 | seed 1 |\n|---|---|---|\n| whole | 2.083 | 2.069 |\n| pruned by taylor | 2.293 | 2.419 |\n"
+        in section
+    )
+    assert "from 0.65 MiB to 0.36 MiB, and a forward pass took 0.71 to 0.77 of the time." in section
+    assert "\n| float | 0.8862 |\n| float, int4 | 0.8910 |\n" in section
+
+
+@pytest.mark.parametrize("run", [None, a_run({"models": {}})])
+def test_smaller_models_that_were_not_measured_have_no_numbers(run: record.Run | None) -> None:
+    assert compress_table.section(run) == "Not measured yet.\n"

@@ -34,6 +34,7 @@ dim = 64
 [plan]
 global_batch = 8
 precision = "fp32"
+micro_batch = 2
 recompute = "none"  # what is set stays: the planner chooses the rest
 cp = 1
 pp = 1

@@ -152,7 +152,7 @@ def save(folder: Path, name: str, **values: Any) -> Path:
     )
     torch.manual_seed(0)
     config = transformers.BertConfig if name.startswith("Bert") else transformers.LlamaConfig
-    getattr(transformers, name)(config(**SIZES, **values)).save_pretrained(folder)
+    getattr(transformers, name)(config(**(SIZES | values))).save_pretrained(folder)
     return folder
 
 
@@ -166,6 +166,31 @@ def test_a_hugging_face_folder_teaches_a_language_model(desk: Desk, tmp_path: Pa
     assert "model.vocab_size 320 here, 300 there" in told
     assert "model.vocab_size=300" in told
     assert desk.train(tmp_path / "fits", f"--set=distill.teacher={other}", "--set=model.vocab_size=300").code == 0
+
+
+def test_a_pretrained_student_learns_from_a_larger_one(desk: Desk, tmp_path: Path) -> None:
+    import safetensors.torch
+
+    small = save(tmp_path / "llama", "LlamaForCausalLM", vocab_size=320)
+    large = save(tmp_path / "larger", "LlamaForCausalLM", vocab_size=320, num_hidden_layers=2)
+    run_dir = tmp_path / "run"
+    settings = [
+        *QUICK,
+        f"--set=data.corpus={desk.folder / 'corpus'}",
+        f"--set=run.dir={run_dir}",
+        f"--set=model.pretrained={small}",
+        f"--set=distill.teacher={large}",
+    ]
+    done = desk.here("train", "--debug", *settings, "--json")
+    assert done.code == 0, done.err
+    assert terms(run_dir) == {"ce", "kl"}
+    last = steps_of(run_dir)[-1]
+    assert last["train/loss"] == pytest.approx(last["train/loss/ce"] + last["train/loss/kl"])
+    begun, ended = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (small, run_dir / "export"))
+    assert begun.keys() == ended.keys()  # the student alone
+    assert any(not torch.equal(begun[name], ended[name]) for name in begun)
+    again = desk.here("eval", str(run_dir), "--json")
+    assert again.json["evaluation"]["loss"] == pytest.approx(done.json["evaluation"]["loss"], rel=1e-5)
 
 
 def test_a_hugging_face_folder_teaches_classes(desk: Desk, tmp_path: Path) -> None:

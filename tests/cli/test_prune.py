@@ -141,6 +141,22 @@ def test_zeros_keep_the_shapes(desk: Desk, source: Path, tmp_path: Path) -> None
     assert "no pass faster" in card
 
 
+def test_fewer_heads_and_units_and_zeros_in_one_command(desk: Desk, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--heads=0.5", "--ffn=0.25", "--pattern=2:4")
+    done = desk.here("prune", str(source), "--out", str(out), *options, "--json")
+    assert done.code == 0, done.err
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_dim": 72}
+    config = load_run(str(out)).value.model
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    weights = safetensors.torch.load_file(out / "export/model.safetensors")
+    pruned = [weight for name, weight in weights.items() if "_proj" in name]
+    assert len(pruned) == 14  # seven matrices of each block
+    for weight in pruned:
+        assert (weight.unflatten(-1, (-1, 4)).count_nonzero(-1) == 2).all()
+    assert evaluated(desk, out) == pytest.approx(done.json["figures"]["after"]["evaluation"]["loss"], rel=1e-6)
+
+
 def test_a_model_that_got_too_bad_is_not_written(desk: Desk, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--ffn=0.9", "--heads=0.5", "--layers=1", "--criterion=magnitude")
@@ -190,7 +206,15 @@ def test_a_quantized_model_is_refused(desk: Desk, source: Path, tmp_path: Path) 
         assert "prune the model that it was made from" in done.err
     pruned = tmp_path / "pruned"  # the other order
     assert desk.here("prune", str(source), "--out", str(pruned), "--ffn=0.25").code == 0
-    assert desk.here("quantize", str(pruned), "--scheme=int8", "--out", str(tmp_path / "both")).code == 0
+    both = tmp_path / "both"
+    done = desk.here("quantize", str(pruned), "--scheme=int8", "--out", str(both), "--json")
+    assert done.code == 0, done.err
+    before, after = (done.json["figures"][when] for when in ("before", "after"))
+    assert evaluated(desk, pruned) == before["evaluation"]["loss"]
+    assert evaluated(desk, both) == after["evaluation"]["loss"]
+    assert after["evaluation"]["loss"] == pytest.approx(before["evaluation"]["loss"], rel=0.02)
+    assert after["stored_bytes"] < 0.7 * before["stored_bytes"]
+    assert load_run(str(both)).value.model.ffn_dim == load_run(str(pruned)).value.model.ffn_dim == 72
 
 
 def test_layers_of_skip_stay(desk: Desk, source: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_loaded_again_it_has_the_same_bits(desk: Desk, trained: Path, tmp_path: 
 
 @pytest.mark.parametrize(("scheme", "bits", "scale_bits"), [("int8", 8, 32), ("int4", 4, 16)])
 def test_the_size_is_that_of_theory(desk: Desk, tmp_path: Path, scheme: str, bits: int, scale_bits: int) -> None:
-    run_dir, dim, width, layers = tmp_path / "run", 64, 192, 2
+    run_dir, dim, width, layers = tmp_path / "run", 256, 768, 2  # a file's header counts for less than 2 %
     sizes = (f"--set=model.dim={dim}", f"--set=model.ffn_dim={width}", f"--set=model.num_layers={layers}")
     assert desk.train(run_dir, *sizes, "--set=train.steps=1").code == 0
     told = desk.here("quantize", str(run_dir), f"--out={tmp_path / 'out'}", f"--scheme={scheme}", "--json").json
@@ -118,9 +118,9 @@ def test_the_size_is_that_of_theory(desk: Desk, tmp_path: Path, scheme: str, bit
     kept = sum(tensor.nbytes for name, tensor in tensors(run_dir).items() if "embedding" in name or "norm" in name) // 3
     theory = weights * bits / 8 + scales * scale_bits / 8 + kept  # of three copies: weights and two of AdamW
     files = sum(file.stat().st_size for file in (tmp_path / "out/checkpoints").rglob("*.safetensors"))
-    assert theory < told["figures"]["after"]["stored_bytes"] < 1.1 * theory
+    assert theory < told["figures"]["after"]["stored_bytes"] < 1.02 * theory
     assert sum(tensor.nbytes for tensor in tensors(tmp_path / "out").values()) == pytest.approx(theory, rel=0.02)
-    assert files < 1.1 * theory
+    assert theory < files < 1.02 * theory
 
 
 def test_a_limit_on_the_loss(desk: Desk, trained: Path, tmp_path: Path) -> None:
@@ -182,6 +182,20 @@ def test_after_training_with_rounding_nothing_changes(desk: Desk, tmp_path: Path
     refused = desk.here("quantize", str(run_dir), f"--out={tmp_path / 'other'}", "--sensitivity")
     assert refused.code == 2
     assert "all layers are rounded already" in refused.err
+
+
+def test_averaged_weights_of_training_with_rounding_stay_as_good(desk: Desk, tmp_path: Path) -> None:
+    """What is evaluated is the average, rounded; ``quantize`` stores just that."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    aware = ["--set=quantize.aware=true", "--set=quantize.scheme=int4", "--set=quantize.group_size=8"]
+    done = desk.train(run_dir, *aware, "--set=train.ema_decay=0.5", "--json")
+    assert done.code == 0, done.err
+    told = desk.here("quantize", str(run_dir), f"--out={out}", "--json").json
+    expected = evaluation(desk, run_dir)
+    assert told["figures"]["before"]["evaluation"] == told["figures"]["after"]["evaluation"] == expected
+    assert evaluation(desk, out) == expected
+    assert desk.train(tmp_path / "last", *aware).code == 0
+    assert evaluation(desk, tmp_path / "last") != expected  # the weights of the last step are others
 
 
 @pytest.mark.parametrize(

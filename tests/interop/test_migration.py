@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,44 @@ def test_the_left_side_returns_what_is_recorded(origin: str, tmp_path: Path) -> 
         require_equal(result, origin, name)
 
 
+COMPRESSION = """
+import numpy
+numpy.bool = bool
+import mxnet as mx
+given = {"type": "2bit", "threshold": 0.5}
+net = mx.gluon.nn.Dense(1, in_units=2)
+net.initialize()
+trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="local", compression_params=given)
+with mx.autograd.record():
+    loss = net(mx.nd.ones((1, 2))).sum()
+loss.backward()
+trainer.step(1)
+print("one device: silent")
+mx.kv.create("local").set_gradient_compression(given)
+"""
+
+
+@pytest.mark.peer
+def test_mxnet_refuses_compression_of_local_and_ignores_it_on_one_device(tmp_path: Path) -> None:
+    """What from-mxnet.md and kvstore.md say of it."""
+    if "UNISONO_MXNET_PYTHON" not in os.environ:
+        pytest.skip("UNISONO_MXNET_PYTHON is not set; see tests/peers/venvs.sh")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [os.environ["UNISONO_MXNET_PYTHON"], "-c", COMPRESSION]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "one device: silent\n"
+    assert done.returncode == 1
+    assert "Gradient compression is not supported for this type of kvstore" in done.stderr
+
+
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_a_page_shows_the_code_that_runs(origin: str) -> None:
     assert migration_pages.page_path(origin).read_text() == migration_pages.page(origin)
+
+
+def test_a_function_is_shown_with_its_decorator() -> None:
+    page = (migration.ROOT / "docs" / "from-horovod.md").read_text()
+    assert "```py\n@hvd.elastic.run\ndef train(state):\n" in page
 
 
 @pytest.mark.parametrize("origin", ORIGINS)

@@ -33,7 +33,8 @@ def body(origin: str, side: str, node: ast.FunctionDef) -> str:
     """The lines of a function that a page shows."""
     lines = (EXAMPLES / origin / f"{side}.py").read_text().splitlines()
     first, last = node.body[0], node.body[-1]
-    start = first.end_lineno if ast.get_docstring(node) is not None else first.lineno - 1
+    begins = min([first.lineno, *(decorator.lineno for decorator in getattr(first, "decorator_list", []))])
+    start = first.end_lineno if ast.get_docstring(node) is not None else begins - 1
     end = last.lineno - 1 if isinstance(last, ast.Return) else last.end_lineno
     return "\n".join(line.removeprefix("    ") for line in lines[start:end]).strip("\n")
 

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -22,6 +23,7 @@ from unisono.measure.live_storages import LiveStorages
 from unisono.models.distillation_loss import divergence_sum
 from unisono.models.loss import LazyLogits
 from unisono.train.config import RunConfig
+from unisono.optim import OptimOptions
 from unisono.train.objectives import cross_entropy, next_token
 
 FEATURES = ("blocks.0=blocks.0", "blocks.1=blocks.2")
@@ -177,6 +179,49 @@ def two_ranks(world: World, folder: str, layout: dict[str, Any], features: tuple
         return tiny.model(num_kv_heads=2)
 
     return losses(folder, world=world, distill=distilled(features=features), network=network, **layout)
+
+
+def test_experts_of_two_ranks_have_the_terms_of_one(pool: Pool, tmp_path: Path) -> None:
+    one = losses(tmp_path / "one", distill=distilled(features=FEATURES), network=expert_model())
+    found = pool.run(two_ranks_with_experts, str(tmp_path / "two"), ranks=2)
+    assert {"ce", "kl", "features", "loss"} <= one[0].keys()
+    for mine, theirs in zip(found[0], one, strict=True):
+        assert mine == pytest.approx(theirs, rel=5e-5)
+    assert found[0] == found[1]
+
+
+def expert_model() -> nn.Module:
+    return tiny.model(num_experts=4)
+
+
+def two_ranks_with_experts(world: World, folder: str) -> list[dict[str, float]]:
+    given = distilled(features=FEATURES)
+    return losses(folder, world=world, distill=given, network=expert_model, dp_shard=2, ep=2)
+
+
+PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip_norm": 0.0}
+
+
+class EvenTokens(tiny.RaggedTokens):
+    """All tokens count, so that the mean of two ranks' losses is that of their samples together."""
+
+    def read(self, ids: Any) -> dict[str, Any]:
+        rows = super().read(ids)
+        return {**rows, "weights": np.ones_like(rows["weights"])}
+
+
+def test_models_that_are_averaged_after_each_step_are_taught_like_one(pool: Pool, tmp_path: Path) -> None:
+    """``dist_local`` in rounds of one step of plain SGD is SGD on the mean of the ranks' gradients."""
+    one = losses(tmp_path / "one", distill=distilled(), data=EvenTokens(), **PLAIN_SGD)
+    found = pool.run(two_local_ranks, str(tmp_path / "two"), ranks=2)
+    for first, second, both in zip(*found, one, strict=True):
+        assert {name: (first[name] + second[name]) / 2 for name in both} == pytest.approx(both, rel=5e-5)
+        assert first["kl"] != second["kl"]
+
+
+def two_local_ranks(world: World, folder: str) -> list[dict[str, float]]:
+    local = {"sync": "dist_local", "local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    return losses(folder, world=world, distill=distilled(), data=EvenTokens(), **local, **PLAIN_SGD)
 
 
 @pytest.mark.parametrize("changes", [{"recompute": "full"}, {"precision": "bf16"}, {"precision": "fp16"}])
@@ -452,3 +497,45 @@ def test_a_student_is_better_with_a_teacher(tmp_path: Path, seed: int) -> None:
 def test_a_temperature_whose_square_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"distill\.temperature"):
         load_config(RunConfig, overrides=["distill.teacher=x", "distill.temperature=1e308"], environ={})
+
+
+def sentences(count: int, seed: int) -> Any:
+    """Sequences of a chain in which each token has likely and less likely followers."""
+    chances = (2 * torch.randn(24, 24, generator=torch.Generator().manual_seed(5))).softmax(-1)
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 24, (count, 17), generator=draw)
+    for place in range(1, 17):
+        tokens[:, place] = torch.multinomial(chances[tokens[:, place - 1]], 1, generator=draw)[:, 0]
+    rows = [{"tokens": row[:-1], "targets": row[1:], "weights": torch.ones(16)} for row in tokens]
+    return from_map_style(rows)
+
+
+def language_loss(folder: Path, model: nn.Module, steps: int, seed: int, *, count: int, **given: Any) -> float:
+    with small(
+        folder,
+        next_token,
+        model=model,
+        data=sentences(count, 10 + seed),
+        plan=PlanOptions(device="cpu", precision="fp32", global_batch=32),
+        options=TrainOptions(steps=steps, eval_every_steps=0),
+        eval_data=sentences(500, 99),
+        optimizer=OptimOptions(lr=1e-2),
+        seed=seed,
+        **given,
+    ) as run:
+        for _ in run:
+            pass
+        return run.evaluate()["loss"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_small_language_model_is_better_with_a_teacher(tmp_path: Path, seed: int) -> None:
+    """The teacher has seen 2,000 sequences, the student sees 64 of them, as often."""
+    large = tiny.model(dim=32, num_heads=4, vocab_size=24)
+    taught = language_loss(tmp_path / "teacher", large, 300, seed, count=2000, distill=None)
+    scores: dict[str, float] = {}
+    for name, distill in (("alone", None), ("distilled", Distillation(large))):
+        student = tiny.model(num_layers=1, vocab_size=24)
+        scores[name] = language_loss(tmp_path / name, student, 200, seed, count=64, distill=distill)
+    assert taught < scores["distilled"] < scores["alone"]

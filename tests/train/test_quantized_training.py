@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
 from plans import like_one_process, on_ranks
 from pool import Pool
 
 from unisono.dist import JobSpec, World
-from unisono.models.gpt import GPT
-from unisono.models.options import ModelOptions
-from unisono.models.quantize_options import QuantizeOptions
-from unisono.models.quantized import store
-from unisono.models.quantized_model import make_aware, make_stored, select_layers
-from unisono.optim import OptimOptions, build_optimizer
+
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks are no part of what is installed
+
+from benchmarks.smaller import rounded
 
 OF_MODEL = ("aware", "num_layers", "num_experts", "balance")
 
@@ -82,49 +79,6 @@ def test_names_and_initial_values_are_those_of_the_plain_model() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_int4_after_training_with_rounding_is_better_than_without(seed: int) -> None:
     """The same trained model, the same further steps in floating point or with rounded numbers, then int4; held-out loss."""
-    options = QuantizeOptions(scheme="int4")
-    sizes = ModelOptions(num_layers=2, dim=32, num_heads=4, num_kv_heads=4, ffn_dim=64, vocab_size=256)
-    torch.manual_seed(seed)
-    start = GPT(sizes)
-    train(start, 500, seed, lr=1e-2)
-    losses: dict[str, float] = {}
-    for name in ("float", "aware"):
-        model = copy.deepcopy(start)
-        if name == "aware":
-            make_aware(model, options, convolutions=True)
-        train(model, 100, seed + 100, lr=2e-3)
-        losses[name] = held_out_loss(model)
-        weights = select_layers(model, options, convolutions=True).weights
-        for layer, made in make_stored(model, options, convolutions=True).items():
-            store(made, weights[layer])
-        losses[f"{name}, int4"] = held_out_loss(model)
+    losses = rounded(seed, 500, 100)
     assert losses["aware, int4"] == losses["aware"]
     assert losses["float"] < losses["aware, int4"] < losses["float, int4"]
-
-
-def train(model: GPT, steps: int, seed: int, lr: float) -> None:
-    """AdamW with a rate that falls to 0."""
-    optimizer = build_optimizer(model, OptimOptions(lr=lr))
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - step / steps)
-        loss_of(model, generator).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def held_out_loss(model: GPT) -> float:
-    generator = torch.Generator().manual_seed(12345)
-    with torch.no_grad():
-        return sum(float(loss_of(model.eval(), generator)) for _ in range(16)) / 16
-
-
-def loss_of(model: GPT, generator: torch.Generator) -> torch.Tensor:
-    """Mean loss of sequences of which each token has one that follows it, in 19 of 20 cases."""
-    follows = torch.randperm(256, generator=torch.Generator().manual_seed(7))
-    tokens = torch.randint(0, 256, (32, 17), generator=generator)
-    for place in range(2, 17):
-        known = torch.rand(32, generator=generator) < 0.95
-        tokens[:, place] = torch.where(known, follows[tokens[:, place - 1]], tokens[:, place])
-    return F.cross_entropy(model(tokens[:, :-1]).logits().flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,6 +1,9 @@
 """What the idioms of before.py become; functions of one name return the same numbers."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +32,12 @@ from unisono.data.sources import open_source
 from unisono.optim import build_schedule
 from unisono.parallel import find_device
 
-# torch.compile takes its time
-SLOW = ("jit",)
+# torch.compile takes its time, and so does a search
+SLOW = ("jit", "auto_parallel")
 # one process
 ALONE = (
     "context",
+    "auto_parallel",
     "schedule",
     "checkpoint",
     "mind_dataset",
@@ -55,7 +59,11 @@ def given():
                 writer.write({"inputs": x, "label": int(y[0])})
         return "rows.mindrecord"
 
-    return {**common.given(), "rows": rows}
+    return {
+        **common.given(),
+        "rows": rows,
+        "job": lambda: Path(common.__file__).with_name("job.py"),
+    }
 
 
 def _weights(net):
@@ -399,13 +407,24 @@ def layout(deep_net, data):
     return _losses(deep_net, data, plan)
 
 
-def auto_parallel(deep_net, data):
+def auto_parallel(deep_net, data, job):
     """`auto_parallel`
 
-    `unisono plan` searches layouts for a model and a machine, with predicted time and memory ([Plans](plans.md)), and
-    writes one as a strategy file. It is a step of its own: nothing is chosen while a run starts.
+    `unisono plan auto` times ranks under each plan that fits into memory, and writes the settings of the fastest over
+    a configuration; `job` is such a file, with the net and the data. `--processes N` searches for N ranks, on links that
+    `unisono plan calibrate` has measured. `unisono train --plan auto` does both: it searches, and then trains
+    ([Plans](plans.md)).
     """
-    plan = PlanOptions(global_batch=16, precision="fp32")
+    search = [sys.executable, "-m", "unisono", "plan", "auto"]
+    subprocess.run(
+        [*search, job, "--apply", "fast.toml"], check=True
+    )
+    fastest = tomllib.loads(Path("fast.toml").read_text())
+    plan = PlanOptions(
+        global_batch=16,
+        precision="fp32",
+        **fastest.get("plan", {}),
+    )
     return _losses(deep_net, data, plan)
 
 

@@ -152,9 +152,9 @@ def kvstore_rows():
 def kvstore_compression(world):
     """`set_gradient_compression`
 
-    The codes are MXNet's, bit for bit, and so is the residual. Kinds that send nothing refuse a codec, where MXNet's
-    `local` ignores it. There are [more codecs](compression.md#codecs); a `Trainer` takes
-    `PlanOptions(compression="2bit:0.5")`.
+    The codes are MXNet's, bit for bit, and so is the residual. Kinds that send nothing refuse a codec, as MXNet's
+    `local` does; on one device a `Trainer` or `Module` of MXNet ignores it. There are [more
+    codecs](compression.md#codecs); a `Trainer` takes `PlanOptions(compression="2bit:0.5")`.
     """
     store = create_kvstore("dist_sync", world)
     store.set_compression("2bit:0.5")
