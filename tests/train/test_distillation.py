@@ -22,8 +22,8 @@ from unisono.errors import ConfigError, DataError, PlanError
 from unisono.measure.live_storages import LiveStorages
 from unisono.models.distillation_loss import divergence_sum
 from unisono.models.loss import LazyLogits
-from unisono.train.config import RunConfig
 from unisono.optim import OptimOptions
+from unisono.train.config import RunConfig
 from unisono.train.objectives import cross_entropy, next_token
 
 FEATURES = ("blocks.0=blocks.0", "blocks.1=blocks.2")
