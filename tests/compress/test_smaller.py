@@ -257,8 +257,8 @@ def test_taylor_is_the_gradient_of_a_gate(text: tuple[str, ...]) -> None:
         kept = choose(run, run.model, removal(ffn=0.5))
         units = kept.units[0][0]
         (scores,) = unit_scores(run, run.model, [units], "taylor", 1)
-        gate = torch.ones(units.columns, requires_grad=True)
-        down: Any = run.model.get_submodule(units.read.name.removesuffix(".weight"))
+        gate = torch.ones(units.units_per_group, requires_grad=True)
+        down: Any = run.model.get_submodule(units.consumer.name.removesuffix(".weight"))
         handle = down.register_forward_pre_hook(lambda _layer, inputs: (inputs[0] * gate,))
 
         def backward(_number: int, result: Any, batch: Any) -> None:
