@@ -102,7 +102,9 @@ def prune(
             rows = _sensitivity(run, kept, sensitivity_samples)
             record["sensitivity"] = [dict(zip(("block", "removed", "loss"), row, strict=True)) for row in rows]
             removed_parts = {"ffn": hidden_name(run.model)}
-            lines.append(f"held-out loss when only this block is pruned; {removal.criterion} chose what is removed, not this table:")
+            lines.append(
+                f"held-out loss when only this block is pruned; {removal.criterion} chose what is removed, not this table:"
+            )
             lines += [f"  {loss:<10.4f}{block}  {removed_parts.get(kind, kind)}" for block, kind, loss in rows]
     if sparsity is not None:
         model, facts, notes = sparse_copy(run, model, sparsity)

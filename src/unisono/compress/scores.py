@@ -168,7 +168,9 @@ def input_norms(run: TrainedRun, model: nn.Module, names: Sequence[str], samples
     handles: list[Any] = []
     replaced: list[Experts] = []
     fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it computes the layers of nn.TransformerEncoderLayer without calling them
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # it computes the layers of nn.TransformerEncoderLayer without calling them
     try:
         for name in names:
             owner = name.rpartition(".")[0]

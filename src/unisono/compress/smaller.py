@@ -235,7 +235,7 @@ def _kept_hidden(model: nn.Module, hidden: int, fraction: float) -> int:
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """The numbers [num_groups, count] of the highest ``scores`` [num_groups, units_per_group], ascending; of equal ones the last."""
+    """The numbers [num_groups, count] of the highest ``scores`` [num_groups, units_per_group], sorted; of equal ones the last."""
     return scores.argsort(dim=1, stable=True)[:, scores.shape[1] - count :].sort(dim=1).values
 
 

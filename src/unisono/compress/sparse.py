@@ -113,8 +113,8 @@ def sparse_copy(run: TrainedRun, model: nn.Module, sparsity: Sparsity) -> tuple[
         raise ConfigError(
             given=f"--sparsity for {type(model).__name__}"
             + (f" without {', '.join(sparsity.skip)}" if "--skip" in dense else ""),
-            rule="linear layers, convolutions and experts can be sparse, but for those next to inputs and outputs; 2:4 needs rows "
-            "of a multiple of 4 weights, and no convolutions",
+            rule="linear layers, convolutions and experts can be sparse, but for those next to inputs and outputs; 2:4 needs "
+            "rows of a multiple of 4 weights, and no convolutions",
             consequence="nothing was pruned",
             nearest=f"--pattern unstructured, or another --skip; layers are {', '.join(layers[:6]) or 'none'}",
         )
