@@ -42,6 +42,7 @@ def test_a_smaller_model(desk: Desk, source: Path, tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_dim": 72}
     assert found["sizes"] == sizes
     assert len(found["removed_layers"]) == 1
+    assert list(found["kept_heads"].values()) in ([[0, 1]], [[2, 3]])  # a key/value head with its two query heads
     before, after = found["figures"]["before"], found["figures"]["after"]
     assert after["stored_bytes"] < 0.7 * before["stored_bytes"]
     assert (out / "export/model.safetensors").stat().st_size == after["stored_bytes"]
@@ -61,6 +62,21 @@ def test_a_smaller_model(desk: Desk, source: Path, tmp_path: Path) -> None:
     # deterministic
     done = desk.here("prune", str(source), "--out", str(tmp_path / "twice"), *options, "--json")
     assert (tmp_path / "twice/export/model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_a_run_with_the_configuration_starts_with_the_weights(desk: Desk, source: Path, tmp_path: Path) -> None:
+    for option in ("--ffn=0.25", "--sparsity=0.5"):
+        out, new = tmp_path / f"out{option}", tmp_path / f"new{option}"
+        done = desk.here("prune", str(source), "--out", str(out), option, "--json")
+        loss = done.json["figures"]["after"]["evaluation"]["loss"]
+        assert load_run(str(out)).value.model.weights == str(out)
+        refused = desk.process("train", str(out / "config.toml"))
+        assert refused.code != 0
+        assert f"run.dir {str(out)!r}, the folder of a compressed model" in refused.err
+        assert f"--set model.weights={out} --set run.dir=NEW" in refused.err
+        steps = ("--set=train.steps=1", "--set=optim.lr=1e-9", f"--set=run.dir={new}")
+        assert desk.here("train", str(out / "config.toml"), *steps).code == 0
+        assert evaluated(desk, new) == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_export_gives_the_same_logits_with_transformers(desk: Desk, source: Path, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def row_weights(batch: Batch, targets: Tensor, loss: Any = None) -> Tensor:
     ignored = loss.ignore_index if isinstance(loss, _CLASSES) else IGNORED
     flat = targets.flatten()
     weights = flat_weights(batch, targets) * (flat != ignored)
-    class_weights = cast("Tensor | None", loss.weight) if isinstance(loss, _CLASSES) else None
+    class_weights = loss.weight if isinstance(loss, _CLASSES) else None
     if class_weights is None:
         return weights
     return weights * class_weights.to(flat.device)[flat.where(flat != ignored, 0)]
