@@ -42,6 +42,7 @@ def test_a_smaller_model(desk: Desk, source: Path, tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_dim": 72}
     assert found["sizes"] == sizes
     assert len(found["removed_layers"]) == 1
+    assert list(found["kept_heads"].values()) in ([[0, 1]], [[2, 3]])  # a key/value head with its two query heads
     before, after = found["figures"]["before"], found["figures"]["after"]
     assert after["stored_bytes"] < 0.7 * before["stored_bytes"]
     assert (out / "export/model.safetensors").stat().st_size == after["stored_bytes"]
@@ -61,6 +62,21 @@ def test_a_smaller_model(desk: Desk, source: Path, tmp_path: Path) -> None:
     # deterministic
     done = desk.here("prune", str(source), "--out", str(tmp_path / "twice"), *options, "--json")
     assert (tmp_path / "twice/export/model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_a_run_with_the_configuration_starts_with_the_weights(
+    desk: Desk, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, new = tmp_path / "out", tmp_path / "new"
+    done = desk.here("prune", str(source), "--out", str(out), "--ffn=0.25", "--json")
+    loss = done.json["figures"]["after"]["evaluation"]["loss"]
+    assert desk.here("train", str(out / "config.toml")).code != 0
+    told = capfd.readouterr().err
+    assert f"run.dir {str(out)!r}, the folder of a compressed model" in told
+    assert f"--set model.weights={out} --set run.dir=NEW" in told
+    steps = ("--set=train.steps=1", "--set=optim.lr=1e-9", f"--set=run.dir={new}")
+    assert desk.here("train", str(out / "config.toml"), *steps).code == 0
+    assert evaluated(desk, new) == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_export_gives_the_same_logits_with_transformers(desk: Desk, source: Path, tmp_path: Path) -> None:
@@ -131,6 +147,7 @@ def test_zeros_keep_the_shapes(desk: Desk, source: Path, tmp_path: Path) -> None
     assert done.code == 0, done.err
     assert "zeros make no pass faster by themselves" in done.out
     assert "smaller: no" in done.out
+    assert load_run(str(out)).value.model.weights == str(out)
     before, after = (safetensors.torch.load_file(each / "export/model.safetensors") for each in (source, out))
     assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
     zeros = {name for name, tensor in after.items() if bool((tensor == 0).any())}

@@ -133,7 +133,11 @@ def test_a_known_model_is_named_without_as(desk: Desk, tmp_path: Path) -> None:
             "names say which model the weights are of: BERT of GluonNLP",
         ),
         ("models/mindcv_resnet_basic.ckpt", ("--as", "auto"), "ResNet of MindCV: no image_size"),
-        ("models/gluonnlp_bert.params", ("--as", "bert", "--set", "heads"), "a setting has the form NAME=VALUE"),
+        (
+            "models/gluonnlp_bert.params",
+            ("--as", "bert", "--set", "heads"),
+            "a value of config.json has the form NAME=VALUE",
+        ),
         ("models/gluonnlp_bert.params", ("--set", "num_attention_heads=4"), "--set num_attention_heads=4 without --as"),
         ("fixtures/named.params", ("--as", "auto"), "nothing was written"),
     ],

@@ -14,6 +14,7 @@ from commands import make_desk
 from PIL import Image
 from torch import nn
 
+from unisono.compress.pruning import prune
 from unisono.compress.scores import Criterion, unit_scores, without_block
 from unisono.compress.smaller import Kept, Removal, choose, masked_copy, smaller_model
 from unisono.config import Resolved, load_config
@@ -121,6 +122,20 @@ def test_query_heads_of_each_group(text: tuple[str, ...]) -> None:
             choose(run, run.model, removal(heads=0.1))
 
 
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_kept_heads_are_numbers_of_query_heads(text: tuple[str, ...], tmp_path: Path, fraction: float) -> None:
+    with opened(*text, *SIZES) as (run, resolved):
+        found = prune(
+            run, resolved, removal=removal(heads=fraction), sparsity=None, sensitivity_samples=None, out=tmp_path
+        )
+        for block, heads in found.record["kept_heads"].items():
+            name = f"{block}.attention.q.weight"
+            assert len(heads) == 8 * (1 - fraction)
+            before = run.model.get_parameter(name).reshape(8, 4, 32)
+            assert torch.equal(found.model.get_parameter(name), before[heads].flatten(0, 1))
+    assert list(found.record["kept_heads"]) == [f"blocks.{number}" for number in range(3)]
+
+
 @pytest.mark.parametrize("criterion", ["magnitude", "activation", "taylor"])
 def test_experts_lose_units_of_their_own(text: tuple[str, ...], criterion: Criterion) -> None:
     experts = ("components.model=moe", "model.num_experts=4", "model.ffn_dim=16")
@@ -154,6 +169,15 @@ def test_a_resnet(tmp_path: Path, criterion: Criterion) -> None:
         made, sizes = check_smaller(run, resolved, removal(ffn=0.3, criterion=criterion))
         assert sizes == {"ffn_dim": 45}
         assert made.blocks[0].conv2.weight.shape == (45, 45, 3, 3)
+        found = prune(
+            run, resolved, removal=removal(ffn=0.3), sparsity=None, sensitivity_samples=8, out=tmp_path / "out"
+        )
+        assert found.what == "pruned: 30% of inner channels"
+        assert found.lines[:2] == [
+            "new sizes: ffn_dim (inner channels) 45",
+            "held-out loss when only this block is pruned; activation chose what is removed, not this table:",
+        ]
+        assert all(line.endswith("  inner channels") for line in found.lines[2:])
         for kind in ("heads", "layers"):
             with pytest.raises(ConfigError, match="ResNet"):
                 choose(run, run.model, removal(**{kind: 1 if kind == "layers" else 0.5}))
@@ -257,8 +281,8 @@ def test_taylor_is_the_gradient_of_a_gate(text: tuple[str, ...]) -> None:
         kept = choose(run, run.model, removal(ffn=0.5))
         units = kept.units[0][0]
         (scores,) = unit_scores(run, run.model, [units], "taylor", 1)
-        gate = torch.ones(units.columns, requires_grad=True)
-        down: Any = run.model.get_submodule(units.read.name.removesuffix(".weight"))
+        gate = torch.ones(units.units_per_group, requires_grad=True)
+        down: Any = run.model.get_submodule(units.consumer.name.removesuffix(".weight"))
         handle = down.register_forward_pre_hook(lambda _layer, inputs: (inputs[0] * gate,))
 
         def backward(_number: int, result: Any, batch: Any) -> None:

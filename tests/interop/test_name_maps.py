@@ -217,7 +217,7 @@ def test_every_file_is_of_one_model(name: str) -> None:
         assert known_model(weights.tensors) == found[0]
         others = {name_map.family for name_map in NAME_MAPS} - {found[0].family}
         for family in others:
-            with pytest.raises(CheckpointError, match="names say which model"):
+            with pytest.raises(CheckpointError, match=f"try:  --as {found[0].family}: "):
                 as_model(family, Path(name), weights.tensors, {})
 
 
@@ -347,8 +347,12 @@ def test_models_are_listed_apart() -> None:
         ("gluonnlp_bert.params", {"num_attention_heads": "-4"}, "num_attention_heads=-4, which is not above 0"),
         ("gluonnlp_bert.params", {**HEADS, "hidden_act": "swish"}, "where there are gelu, gelu_pytorch_tanh, relu"),
         ("gluonnlp_bert.params", {**HEADS, "layer_norm_eps": "nan"}, "layer_norm_eps=nan, which is not above 0"),
-        ("gluonnlp_bert.params", {**HEADS, "heads": "4"}, "has the settings num_attention_heads, layer_norm_eps"),
-        ("gluon_resnet_basic.params", {"image_size": "33"}, "has no settings"),
+        ("gluonnlp_bert.params", {**HEADS, "heads": "4"}, "there are num_attention_heads, layer_norm_eps"),
+        ("gluon_resnet_basic.params", {"image_size": "33"}, "there is none to give"),
+        ("gluonnlp_bert.params", {"model.num_heads": "4"}, "try:  --set num_attention_heads=4"),
+        ("gluonnlp_bert.params", {"model.num_heads": "4"}, "values of config.json, no settings of a run"),
+        ("gluonnlp_bert.params", {}, "it must be given: weights do not tell the number of heads"),
+        ("mindformers_llama.ckpt", HEADS, "weights do not tell the base of the rotary positions"),
         ("mindcv_resnet_basic.ckpt", {}, "no image_size"),
         ("mindformers_llama.ckpt", HEADS, "no rope_theta"),
         ("mindformers_llama.ckpt", {**LLAMA, "num_attention_heads": "1"}, "makes heads of 16, for keys of 8"),

@@ -346,6 +346,56 @@ def test_objectives_of_classes(tmp_path: Path, objective: Any, name: str) -> Non
     assert step.losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([10.0, 10.0, 10.0])),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.CrossEntropyLoss(ignore_index=1, weight=torch.tensor([3.0, 1.0, 0.5])),
+    ],
+)
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_a_row_counts_in_both_terms_alike(tmp_path: Path, loss: nn.CrossEntropyLoss, micro_batch: int) -> None:
+    with small(tmp_path, loss, micro_batch=micro_batch) as run:
+        step = next(iter(run))
+    inputs, targets = (torch.stack([torch.as_tensor(p[n]) for p in points()])[step.sample_ids] for n in (0, 1))
+    student, teacher = net()(inputs), net(16, seed=1)(inputs)
+    weights = (targets != loss.ignore_index).float() * (1 if loss.weight is None else loss.weight[targets])
+    assert (weights > 0).sum() > 0
+    expected = {
+        "ce": 0.5 * loss(student, targets).item(),
+        "kl": 0.5 * plain_divergence(student, teacher, weights / weights.sum(), 2.0).item(),
+    }
+    assert step.losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), nn.L1Loss(), nn.SmoothL1Loss()])
+def test_a_loss_of_torch_keeps_its_name(tmp_path: Path, loss: Any) -> None:
+    pairs = [(x, torch.stack([x.sum(), x[0]])) for x, _ in points()]
+    teacher = Distillation(net(16, outputs=2, seed=1))
+    with small(tmp_path, loss, model=net(outputs=2), data=from_map_style(pairs), distill=teacher) as run:
+        step = next(iter(run))
+    inputs, targets = (torch.stack([pair[n] for pair in pairs])[step.sample_ids] for n in (0, 1))
+    student = net(outputs=2)(inputs)
+    assert step.losses == pytest.approx(
+        {
+            type(loss).__name__: 0.5 * loss(student, targets).item(),
+            "teacher_mse": 0.5 * F.mse_loss(student, net(16, outputs=2, seed=1)(inputs)).item(),
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.BCELoss(), nn.SoftMarginLoss()])
+def test_losses_of_several_labels_have_no_teacher(tmp_path: Path, loss: nn.Module) -> None:
+    pairs = [(x, (x[:3] > 0).float()) for x, _ in points()]
+    with pytest.raises(ConfigError) as refused:
+        small(tmp_path, loss, data=from_map_style(pairs)).fit()
+    assert f"a teacher with the objective {type(loss).__name__}" in str(refused.value)
+    assert "losses of several labels per sample have none" in str(refused.value)
+
+
 def test_mixed_classes_are_probabilities(tmp_path: Path) -> None:
     def mix(a: Any, b: Any, _rng: Any) -> Any:
         one = {"inputs": (a["inputs"] + b["inputs"]) / 2, "targets": torch.tensor([0.2, 0.3, 0.5]).numpy()}

@@ -154,6 +154,13 @@ def test_elements_of_a_torch_loss_have_its_true_weight(loss: Any) -> None:
     assert float(one[0] / one[1]) == pytest.approx(float(loss(outputs[:, 0], targets[:, 0])), rel=1e-6)
 
 
+def test_probabilities_as_targets_with_weights_of_samples() -> None:
+    loss, targets = nn.CrossEntropyLoss(), LOGITS[:, 1].softmax(-1)
+    batch = {"targets": targets, "weights": torch.tensor([0.0, 1.0, 1.0])}
+    loss_sum, weight = as_objective(loss)(LOGITS[:, 0], batch)
+    assert float(loss_sum / weight) == pytest.approx(float(loss(LOGITS[1:, 0], targets[1:])), rel=1e-6)
+
+
 def test_probabilities_as_targets() -> None:
     loss, targets = nn.CrossEntropyLoss(label_smoothing=0.1), LOGITS[:, 1].softmax(-1)
     loss_sum, weight = as_objective(loss)(LOGITS[:, 0], {"targets": targets})

@@ -56,9 +56,9 @@ def ls(run_dir: str, as_json: bool) -> None:
         for e in list_checkpoints(Path(run_dir) / CHECKPOINTS_FOLDER)
     ]
     names = ("step", "state", "bytes", "path")
-    listed = [dict(zip(names, row, strict=True)) for row in rows]
+    checkpoints = [dict(zip(names, row, strict=True)) for row in rows]
     lines = [f"{step:>10}  {state:<12} {size / 2**20:8.1f} MiB  {path}" for step, state, size, path in rows]
-    print_result(as_json, {"run_dir": run_dir, "checkpoints": listed}, lines or f"no checkpoints in {run_dir}")
+    print_result(as_json, {"run_dir": run_dir, "checkpoints": checkpoints}, lines or f"no checkpoints in {run_dir}")
 
 
 @command.command("verify")
@@ -239,7 +239,8 @@ def _export_file(file: Path, kind: str, module: nn.Module, read: Callable[[str, 
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With --as, a value of config.json that no tensor tells, such as num_attention_heads=12. The last of a name counts.",
+    help="With --as, a value of the folder's config.json that weights do not tell, such as num_attention_heads=12; not a setting "
+    "of a run, as elsewhere. The last of a name counts.",
 )
 @common_options
 @sigterm_interrupts()
@@ -255,7 +256,7 @@ def import_file(source: Path, out: Path, family: str | None, settings: tuple[str
     if settings:
         raise ConfigError(
             given=f"--set {settings[0]} without --as",
-            rule="settings are those of a model's config.json, which --as writes",
+            rule="--set of this command gives values of config.json, which --as writes; it gives no settings of a run",
             consequence="nothing was written",
             nearest="--as auto with a folder as --out",
         )
@@ -308,7 +309,7 @@ def _assignments(texts: Sequence[str]) -> dict[str, str]:
         if "=" not in text:
             raise ConfigError(
                 given=f"--set {text}",
-                rule="a setting has the form NAME=VALUE",
+                rule="a value of config.json has the form NAME=VALUE",
                 consequence="nothing was written",
                 nearest=f"--set {text}=…",
             )

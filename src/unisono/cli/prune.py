@@ -60,9 +60,16 @@ _FRACTION = FiniteRange(min=0, max=1, max_open=True)
     help="Training samples for activations and gradients.",
 )
 @click.option(
-    "--skip", metavar="PATTERN", multiple=True, help="Names of layers and blocks that --sparsity and --layers leave."
+    "--skip",
+    metavar="PATTERN",
+    multiple=True,
+    help="Names of layers and blocks that --sparsity and --layers leave; * also stands for dots.",
 )
-@click.option("--sensitivity", is_flag=True, help="Show the held-out loss with each block pruned alone.")
+@click.option(
+    "--sensitivity",
+    is_flag=True,
+    help="Show the held-out loss when only one block is pruned. It is shown, and chooses nothing; --criterion does.",
+)
 @common_options
 def command(
     heads: float,
@@ -80,7 +87,7 @@ def command(
     """Prune the model of SOURCE, a run's folder or a Hugging Face folder, into the new folder --out.
 
     Heads, hidden units and layers are really removed: the result is a model of the same class with smaller sizes. Fine-tune it
-    with unisono train OUT/config.toml --set model.weights=OUT --set run.dir=NEW.
+    with unisono train OUT/config.toml --set run.dir=NEW.
     """
     fraction = 0.5 if sparsity is None and pattern == "2:4" else sparsity or 0.0
     _check(heads, ffn, layers, fraction, pattern, sensitivity=sensitivity)

@@ -12,11 +12,12 @@ from torch import nn
 
 from unisono.compress.result import EXPORT_FOLDER
 from unisono.compress.scores import without_block
-from unisono.compress.smaller import Kept, Removal, choose, masked_copy, matching, smaller_model
+from unisono.compress.smaller import Kept, Removal, choose, hidden_name, masked_copy, smaller_model
 from unisono.compress.sparse import Sparsity, layer_names, sparse_copy
-from unisono.compress.units import architecture_of, block_names, family_of
+from unisono.compress.units import architecture_of, block_names, family_of, query_heads
 from unisono.config import Resolved
 from unisono.errors import ConfigError, nearest_name
+from unisono.models.layer_patterns import matching_layers
 from unisono.train.config import RunConfig
 from unisono.train.trained import TrainedRun
 
@@ -84,38 +85,43 @@ def prune(
     if structured:
         kept = choose(run, model, removal)
         model, resolved, sizes = smaller_model(run, resolved, kept)
-        what.append("pruned: " + ", ".join(_parts(removal)))
+        what.append("pruned: " + ", ".join(_parts(run.model, removal)))
         removed = sorted(set(range(len(kept.blocks))) - set(kept.layers))
         stay = {kept.blocks[number] for number in kept.layers}
         heads = {
-            units.block: columns.tolist()
-            for units, columns in kept.units
+            units.block: query_heads(run.model, units, chosen)
+            for units, chosen in kept.units
             if units.kind == "heads" and units.block in stay
         }
         record |= {"sizes": sizes, "removed_layers": removed, "kept_heads": heads}
-        lines.append("new sizes: " + ", ".join(f"{name} {value}" for name, value in sizes.items()))
+        shown = {"ffn_dim": f"ffn_dim ({hidden_name(run.model)})"}
+        lines.append("new sizes: " + ", ".join(f"{shown.get(name, name)} {value}" for name, value in sizes.items()))
         if removed:
             lines.append("removed: " + ", ".join(kept.blocks[number] for number in removed))
         if sensitivity_samples is not None:
             rows = _sensitivity(run, kept, sensitivity_samples)
             record["sensitivity"] = [dict(zip(("block", "removed", "loss"), row, strict=True)) for row in rows]
-            lines += ["held-out loss with this pruning of one block alone:"]
-            lines += [f"  {loss:<10.4f}{block}  {kind}" for block, kind, loss in rows]
+            removed_parts = {"ffn": hidden_name(run.model)}
+            lines.append(
+                f"held-out loss when only this block is pruned; {removal.criterion} chose what is removed, not this table:"
+            )
+            lines += [f"  {loss:<10.4f}{block}  {removed_parts.get(kind, kind)}" for block, kind, loss in rows]
     if sparsity is not None:
         model, facts, notes = sparse_copy(run, model, sparsity)
         what.append(f"{sparsity.fraction:.0%} of weights 0 ({sparsity.pattern})")
         record["sparsity"] = facts
         lines += notes
-    if family_of(run.model):  # the folder of a pretrained model is then the result's own export
-        pretrained = str((out / EXPORT_FOLDER).absolute())
-        changed = replace(resolved.value, model=replace(resolved.value.model, pretrained=pretrained))
-        resolved = resolved.updated(changed, ["model.pretrained"], "unisono prune")
+    # a run with this configuration and another run.dir starts with the result's weights
+    folder = out.absolute()
+    name, start = ("pretrained", folder / EXPORT_FOLDER) if family_of(run.model) else ("weights", folder)
+    changed = replace(resolved.value, model=replace(resolved.value.model, **{name: str(start)}))
+    resolved = resolved.updated(changed, [f"model.{name}"], "unisono prune")
     return Pruned(model=model, resolved=resolved, what="; ".join(what), record=record, lines=lines)
 
 
-def _parts(removal: Removal) -> list[str]:
+def _parts(model: nn.Module, removal: Removal) -> list[str]:
     heads = [f"{removal.heads:.0%} of heads"] if removal.heads else []
-    hidden = [f"{removal.ffn:.0%} of hidden units"] if removal.ffn else []
+    hidden = [f"{removal.ffn:.0%} of {hidden_name(model)}"] if removal.ffn else []
     layers = [f"{removal.layers} {'layer' if removal.layers == 1 else 'layers'}"] if removal.layers else []
     return [*heads, *hidden, *layers]
 
@@ -127,7 +133,7 @@ def _check_patterns(model: nn.Module, removal: Removal, sparsity: Sparsity | Non
     if removal.layers and architecture is not None:
         names += block_names(model, architecture)
     for pattern in removal.skip:
-        if not matching(names, [pattern]):
+        if not matching_layers(names, [pattern]):
             raise ConfigError(
                 given=f"--skip {pattern}",
                 rule="it fits names of layers that --sparsity or --layers could prune; --heads and --ffn prune all blocks alike",

@@ -6,8 +6,9 @@ activation   weights times the norm of what they are multiplied with on training
 taylor       the first-order change of the loss, |Σ activation · gradient| over each micro-batch (Molchanov et al. 2019,
              arXiv:1906.10771)
 
-The activation enters through the layer that reads it, so Σ activation · gradient is Σ weight · gradient over that layer's
-columns, for heads, hidden units, channels and experts alike.
+The activation enters through the layer that consumes it, so Σ activation · gradient is Σ weight · gradient over that layer's
+columns, for heads, hidden units, channels and experts alike. What no training sample reaches, such as an expert or a layer that
+only training uses, is scored by magnitude.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.compress.units import Units
+from unisono.compress.units import PruneUnits
 from unisono.errors import ConfigError
 from unisono.models.moe import Experts
 from unisono.train.named_losses import sum_losses
@@ -31,9 +32,9 @@ Criterion = Literal["magnitude", "activation", "taylor"]
 
 
 def unit_scores(
-    run: TrainedRun, model: nn.Module, units: Sequence[Units], criterion: Criterion, samples: int
+    run: TrainedRun, model: nn.Module, units: Sequence[PruneUnits], criterion: Criterion, samples: int
 ) -> list[Tensor]:
-    """The scores [rows, columns] of the units, in float64 on the CPU. A row that no sample reached is scored by magnitude.
+    """The scores [num_groups, units_per_group] of the units, in float64 on the CPU.
 
     Args:
         run: The run, whose training samples are read.
@@ -51,26 +52,27 @@ def unit_scores(
     if criterion == "magnitude":
         found = norms
     elif criterion == "activation":
-        inputs = input_norms(run, model, [unit.read.name for unit in units], samples)
+        inputs = input_norms(run, model, [unit.consumer.name for unit in units], samples)
         for unit in units:
-            weights = unit.read.reduced(tensors[unit.read.name].double().square())
-            found.append(unit.per_unit(weights * inputs[unit.read.name].square()).sqrt().cpu())
+            name = unit.consumer.name
+            weights = unit.consumer.reduced(tensors[name].double().square())
+            found.append(unit.per_unit(weights * inputs[name].square()).sqrt().cpu())
     else:
-        found = [torch.zeros(unit.rows, unit.columns, dtype=torch.float64) for unit in units]
+        found = [torch.zeros(unit.num_groups, unit.units_per_group, dtype=torch.float64) for unit in units]
         for changes in _changes(run, model, samples):
             for unit, total in zip(units, found, strict=True):
-                total += unit.per_unit(unit.read.reduced(changes[unit.read.name].double())).abs().cpu()
-    # no sample reached a row of zeros, such as an expert
+                total += unit.per_unit(unit.consumer.reduced(changes[unit.consumer.name].double())).abs().cpu()
+    # no sample reached a group of zeros, such as an expert
     reached = [
         torch.where((score == 0).all(1, keepdim=True), norm, score) for score, norm in zip(found, norms, strict=True)
     ]
     return [_finite(score, unit.block) for score, unit in zip(reached, units, strict=True)]
 
 
-def _unit_norms(tensors: Mapping[str, Tensor], unit: Units) -> Tensor:
-    """The norm of each unit's weights [rows, columns]."""
+def _unit_norms(tensors: Mapping[str, Tensor], unit: PruneUnits) -> Tensor:
+    """The norm of each unit's weights [num_groups, units_per_group]."""
     squares = [
-        unit.per_unit(owned.reduced(tensors[owned.name].double().square())) for owned in unit.owned if owned.learned
+        unit.per_unit(part.reduced(tensors[part.name].double().square())) for part in unit.tensors if part.is_parameter
     ]
     return torch.stack(squares).sum(0).sqrt().cpu()
 
@@ -100,10 +102,11 @@ def block_scores(
 
 def weight_scores(
     run: TrainedRun, model: nn.Module, names: Sequence[str], criterion: Criterion, samples: int
-) -> Iterator[tuple[str, Tensor]]:
-    """The score of each weight, as (name, scores of the weight's shape); arguments and errors as for ``unit_scores``.
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """The score of each weight; arguments and errors as for ``unit_scores``.
 
-    The name of a weight is that of its parameter, of a linear layer [O, I], a convolution [O, I, Y, X] or experts [E, O, I].
+    The name of a weight is that of its parameter, of a linear layer [O, I], a convolution [O, I / groups, Y, X] or experts
+    [E, O, I]. Returns (name, scores of the weight's shape, whether any sample reached it).
     """
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     totals: Mapping[str, Tensor] = {}
@@ -116,22 +119,38 @@ def weight_scores(
                 totals[name].add_(changes[name].abs())
     for name in names:
         weight = tensors[name]
-        if criterion == "taylor":
+        magnitude = weight.abs()
+        if criterion == "magnitude":
+            score = magnitude
+        elif name not in totals:
+            score = torch.zeros_like(magnitude)
+        elif criterion == "taylor":
             score = totals[name]
-        elif criterion == "magnitude":
-            score = weight.abs()
         else:
-            norm = totals[name].to(weight.dtype)  # [I], of experts [E, I]
-            norm = norm[:, None] if norm.dim() == 2 else norm.reshape(-1, *(1,) * (weight.dim() - 2))
-            score = weight.abs() * norm
-        yield name, _finite(score, name)
+            score = magnitude * _of_each_weight(totals[name].to(weight.dtype), weight)
+        # the weights of one output are compared with each other; without a score among them it is magnitude that tells
+        is_scored = (score != 0).flatten(2 if weight.dim() == 3 else 1).any(-1)
+        shape = (*is_scored.shape, *(1,) * (weight.dim() - is_scored.dim()))
+        score = torch.where(is_scored.reshape(shape), score, magnitude)
+        yield name, _finite(score, name), criterion == "magnitude" or bool(is_scored.any())
+
+
+def _of_each_weight(norm: Tensor, weight: Tensor) -> Tensor:
+    """The norms of a layer's inputs, [I] or of experts [E, I], in a shape that broadcasts over its weight."""
+    if weight.dim() == 3:  # of experts
+        return norm[:, None]
+    if weight.dim() == 2:
+        return norm
+    groups = len(norm) // weight.shape[1]  # output channels of a group see the input channels of that group alone
+    per_output = norm.reshape(groups, -1).repeat_interleave(len(weight) // groups, 0)  # [O, I / groups]
+    return per_output[:, :, None, None]
 
 
 @torch.no_grad()
 def input_norms(run: TrainedRun, model: nn.Module, names: Sequence[str], samples: int) -> dict[str, Tensor]:
     """The norm, over training samples, of each input of the layers of the weights ``names``: [I], of experts [E, I].
 
-    Arguments as for ``weight_scores``.
+    Without those of layers whose forward pass no sample reached. Arguments as for ``weight_scores``.
     """
     totals: dict[str, Tensor] = {}
 
@@ -139,32 +158,37 @@ def input_norms(run: TrainedRun, model: nn.Module, names: Sequence[str], samples
         totals[name] = totals[name] + square if name in totals else square
 
     def hook(name: str) -> Any:
-        def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            square = inputs[0].detach().double().square()
-            channel = 1 if isinstance(layer, nn.Conv2d) else square.dim() - 1
+        def before(layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            square = (inputs[0] if inputs else named["input"]).detach().double().square()
+            channel = square.dim() - (3 if isinstance(layer, nn.Conv2d) else 1)
             add(name, square.sum([dim for dim in range(square.dim()) if dim != channel]))
 
         return before
 
     handles: list[Any] = []
     replaced: list[Experts] = []
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # it computes the layers of nn.TransformerEncoderLayer without calling them
     try:
         for name in names:
             owner = name.rpartition(".")[0]
             layer = model.get_submodule(owner)
             if not isinstance(layer, Experts):
-                handles.append(layer.register_forward_pre_hook(hook(name)))
+                handles.append(layer.register_forward_pre_hook(hook(name), with_kwargs=True))
             elif layer not in replaced:
                 replaced.append(layer)
                 _watch_experts(layer, owner, add)
         for batch in run.training_batches(samples):
             run.forward_backward(model).evaluate([batch], lambda *_: None)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for handle in handles:
             handle.remove()
         for layer in replaced:
             del layer.hidden
-    return {name: totals[name].sqrt() for name in names}
+    return {name: totals[name].sqrt() for name in names if name in totals}
 
 
 def _watch_experts(layer: Experts, owner: str, add: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from unisono.compress.scores import Criterion, block_scores, unit_scores
 from unisono.compress.units import (
     KNOWN,
     Architecture,
-    Units,
+    PruneUnits,
     architecture_of,
     block_names,
     family_of,
@@ -30,6 +29,7 @@ from unisono.compress.units import (
 from unisono.config import Resolved
 from unisono.errors import ConfigError
 from unisono.models.gpt import GPT
+from unisono.models.layer_patterns import matching_layers
 from unisono.models.resnet import ResNet
 from unisono.tasks.model_names import MODELS
 from unisono.train.build import build_model
@@ -64,19 +64,19 @@ class Kept:
 
     Attributes:
         architecture: Of the model.
-        units: Units of each kind, and the columns [rows, n] of those that stay.
+        units: Units of each kind, and the numbers [num_groups, n] of those that stay.
         layers: Numbers of the blocks that stay.
         blocks: Names of all blocks.
         removal: What was to be removed.
     """
 
     architecture: Architecture
-    units: list[tuple[Units, Tensor]]
+    units: list[tuple[PruneUnits, Tensor]]
     layers: list[int]
     blocks: list[str]
     removal: Removal
 
-    def of_block(self, block: str, kind: str) -> list[tuple[Units, Tensor]]:
+    def of_block(self, block: str, kind: str) -> list[tuple[PruneUnits, Tensor]]:
         """Those of one block and kind."""
         return [pair for pair in self.units if (pair[0].block, pair[0].kind) == (block, kind)]
 
@@ -110,7 +110,7 @@ def choose(run: TrainedRun, model: nn.Module, removal: Removal) -> Kept:
             )
     blocks = block_names(model, architecture)
     layers = _kept_layers(run, model, blocks, removal)
-    units: list[Units] = []
+    units: list[PruneUnits] = []
     counts: list[int] = []
     if removal.heads:
         whole, count = _kept_heads(*head_counts(model), removal.heads)
@@ -119,12 +119,12 @@ def choose(run: TrainedRun, model: nn.Module, removal: Removal) -> Kept:
     if removal.ffn:
         hidden = list(hidden_units(model, architecture))
         units += hidden
-        counts += [_kept_hidden(model, unit.columns, removal.ffn) for unit in hidden]
+        counts += [_kept_hidden(model, unit.units_per_group, removal.ffn) for unit in hidden]
     scores = unit_scores(run, model, units, removal.criterion, removal.samples) if units else []
-    columns = [_highest(score, count) for score, count in zip(scores, counts, strict=True)]
+    chosen = [_highest(score, count) for score, count in zip(scores, counts, strict=True)]
     return Kept(
         architecture=architecture,
-        units=list(zip(units, columns, strict=True)),
+        units=list(zip(units, chosen, strict=True)),
         layers=layers,
         blocks=blocks,
         removal=removal,
@@ -168,24 +168,24 @@ def smaller_model(
     return made, resolved.updated(changed, [f"model.{name}" for name in settings], "unisono prune"), sizes
 
 
-def masked_copy(model: nn.Module, units: Sequence[tuple[Units, Tensor]]) -> nn.Module:
+def masked_copy(model: nn.Module, units: Sequence[tuple[PruneUnits, Tensor]]) -> nn.Module:
     """A copy of the model in which removed units have no effect, with the same shapes."""
     model = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
-    for unit, columns in units:
-        unit.mask(parameters[unit.read.name], columns)
+    for unit, chosen in units:
+        unit.mask(parameters[unit.consumer.name], chosen)
     return model
 
 
-def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names that fit one of the patterns."""
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+def hidden_name(model: nn.Module) -> str:
+    """What ``--ffn`` removes from a model."""
+    return "inner channels" if isinstance(model, ResNet) else "hidden units"
 
 
 def _kept_layers(run: TrainedRun, model: nn.Module, blocks: Sequence[str], removal: Removal) -> list[int]:
     if not removal.layers:
         return list(range(len(blocks)))
-    skipped = set(matching(blocks, removal.skip))
+    skipped = set(matching_layers(blocks, removal.skip))
     free = [number for number, block in enumerate(blocks) if block not in skipped]
     most = min(len(free), len(blocks) - 1)
     if removal.layers > most:
@@ -201,7 +201,7 @@ def _kept_layers(run: TrainedRun, model: nn.Module, blocks: Sequence[str], remov
 
 
 def _kept_heads(heads: int, kv_heads: int, fraction: float) -> tuple[bool, int]:
-    """Whether key/value heads go with their query heads, and how many units of a row stay."""
+    """Whether key/value heads go with their query heads, and how many units of a group stay."""
     group = heads // kv_heads
     removed = int(fraction * heads + 0.5)
     if removed < heads and removed and removed % group == 0:
@@ -217,25 +217,25 @@ def _kept_heads(heads: int, kv_heads: int, fraction: float) -> tuple[bool, int]:
     )
 
 
-def _kept_hidden(model: nn.Module, columns: int, fraction: float) -> int:
-    """How many of ``columns`` hidden units stay."""
-    kept = columns - int(fraction * columns + 0.5)
+def _kept_hidden(model: nn.Module, hidden: int, fraction: float) -> int:
+    """How many of ``hidden`` units stay."""
+    kept = hidden - int(fraction * hidden + 0.5)
     if isinstance(model, ResNet):  # stages in the proportion of their widths
         options = model.options
-        width = next(width for width in options.widths if options.inner(width) == columns)
+        width = next(width for width in options.widths if options.inner(width) == hidden)
         first = options.inner(options.widths[0])
         kept = replace(options, inner_width=max(1, first - int(fraction * first + 0.5))).inner(width)
-    if not 0 < kept < columns:
+    if not 0 < kept < hidden:
         raise _refused(
-            f"--ffn {fraction:g} of {columns} hidden units",
+            f"--ffn {fraction:g} of {hidden} {hidden_name(model)}",
             "at least one is removed and at least one stays",
-            f"--ffn {1 / columns:.2g}" if kept else f"--ffn {1 - 1 / columns:.2g}",
+            f"--ffn {1 / hidden:.2g}" if kept else f"--ffn {1 - 1 / hidden:.2g}",
         )
     return kept
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """The columns [rows, count] of the highest scores [rows, columns], in ascending order; of equal ones the last."""
+    """The numbers [num_groups, count] of the highest ``scores`` [num_groups, units_per_group], sorted; of equal ones the last."""
     return scores.argsort(dim=1, stable=True)[:, scores.shape[1] - count :].sort(dim=1).values
 
 
@@ -243,9 +243,9 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 def _tensors(model: nn.Module, kept: Kept) -> dict[str, Tensor]:
     """The tensors of the smaller model by their names there."""
     tensors: dict[str, Tensor] = dict(model.state_dict())
-    for units, columns in kept.units:
-        for owned in units.owned:
-            tensors[owned.name] = units.taken(owned, tensors[owned.name], columns)
+    for units, chosen in kept.units:
+        for part in units.tensors:
+            tensors[part.name] = units.select(part, tensors[part.name], chosen)
     places = {kept.blocks[number]: place for place, number in enumerate(kept.layers)}
     found: dict[str, Tensor] = {}
     prefix = f"{kept.architecture.blocks}."
@@ -265,14 +265,14 @@ def _new_heads(model: nn.Module, kept: Kept) -> tuple[int, int] | None:
     if pair is None:
         return None
     heads, kv_heads = head_counts(model)
-    units, columns = pair
-    if units.rows == 1 and units.columns == kv_heads:
-        return columns.shape[1] * (heads // kv_heads), columns.shape[1]
-    return columns.numel(), kv_heads
+    units, chosen = pair
+    if units.num_groups == 1 and units.units_per_group == kv_heads:
+        return chosen.shape[1] * (heads // kv_heads), chosen.shape[1]
+    return chosen.numel(), kv_heads
 
 
 def _new_hidden(kept: Kept) -> int | None:
-    return next((columns.shape[1] for units, columns in kept.units if units.kind == "ffn"), None)
+    return next((chosen.shape[1] for units, chosen in kept.units if units.kind == "ffn"), None)
 
 
 def _settings(model: nn.Module, kept: Kept) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What belongs to an attention head or a hidden unit: the parameters, their dims, and the layer that reads it.
+"""What belongs to an attention head or a hidden unit: the tensors, their dims, and the layer that consumes it.
 
-Scores, masks and smaller tensors all follow from this one table. Units are numbered by row and column: a row is a set of units
-of which equally many are kept, such as the query heads of one key/value head, or the hidden units of one expert.
+Scores, masks and smaller tensors all follow from this one table. Units form groups, of each of which equally many are kept,
+such as the query heads of one key/value head, or the hidden units of one expert. A unit has a number in its group.
 """
 
 from __future__ import annotations
@@ -20,84 +20,76 @@ from unisono.models.table import TableNet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Owned:
-    """A tensor of which each unit owns an equal part of one dim, in the order of the units.
+class UnitTensor:
+    """A tensor of which each unit has an equal part of one dim, in the order of the units.
 
     Attributes:
         name: Name in the model's ``state_dict``.
         dim: The dim.
-        stacked: Whether dim 0 counts the rows of units (experts), and ``dim`` the units of a row.
-        learned: Whether it is a parameter, not a statistic.
+        stacked: Whether dim 0 counts the groups (experts), and ``dim`` the units of a group.
+        is_parameter: Whether it is a parameter, not a statistic.
     """
 
     name: str
     dim: int
     stacked: bool = False
-    learned: bool = True
+    is_parameter: bool = True
 
     def reduced(self, tensor: Tensor) -> Tensor:
-        """The sum of ``tensor`` over all dims but those that count units, [units · width] or [rows, columns]."""
+        """The sum of ``tensor`` over all dims but those of the units, [units · width] or [num_groups, units_per_group]."""
         kept = (0, self.dim) if self.stacked else (self.dim,)
         others = [dim for dim in range(tensor.dim()) if dim not in kept]
         return tensor.sum(others) if others else tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Units:
-    """The units of one kind that a layer reads.
+class PruneUnits:
+    """The units of one kind whose outputs one layer consumes.
 
     Attributes:
         kind: "heads" or "ffn".
         block: Name of the block.
-        rows: Sets of units of which equally many are kept.
-        columns: Units of a row.
-        owned: What they own.
-        read: The weight of the layer that reads them, one of ``owned``: where its columns are 0, a unit has no effect.
+        num_groups: Groups of units, of each of which equally many are kept.
+        units_per_group: Units of a group.
+        tensors: The tensors of which each unit has a part.
+        consumer: The weight of the layer that consumes the units, one of ``tensors``: where its columns are 0, a unit has no
+            effect.
     """
 
     kind: str
     block: str
-    rows: int
-    columns: int
-    owned: tuple[Owned, ...]
-    read: Owned
+    num_groups: int
+    units_per_group: int
+    tensors: tuple[UnitTensor, ...]
+    consumer: UnitTensor
 
     def per_unit(self, values: Tensor) -> Tensor:
-        """values [rows · columns · width] or [rows, columns] → their sum for each unit, [rows, columns]."""
-        return values.reshape(self.rows, self.columns, -1).sum(-1)
+        """The sums of ``values`` [num_groups · units_per_group · width] for each unit, [num_groups, units_per_group]."""
+        return values.reshape(self.num_groups, self.units_per_group, -1).sum(-1)
 
-    def index(self, owned: Owned, size: int, chosen: Tensor) -> Tensor:
-        """The places of units in a dim of ``size``; not for stacked tensors.
-
-        Args:
-            owned: The tensor.
-            size: Size of its dim.
-            chosen: Columns [rows, n].
-        """
-        width = size // (self.rows * self.columns)
-        units = chosen + torch.arange(self.rows)[:, None] * self.columns  # [rows, n]
+    def index(self, size: int, chosen: Tensor) -> Tensor:
+        """The places of the units ``chosen`` [num_groups, n] in a dim of ``size``; not for stacked tensors."""
+        width = size // (self.num_groups * self.units_per_group)
+        units = chosen + torch.arange(self.num_groups)[:, None] * self.units_per_group  # [num_groups, n]
         return (units.flatten()[:, None] * width + torch.arange(width)).flatten()
 
-    def taken(self, owned: Owned, tensor: Tensor, chosen: Tensor) -> Tensor:
-        """The part of ``tensor`` that the units ``chosen`` [rows, n] own."""
-        if owned.stacked:
+    def select(self, part: UnitTensor, tensor: Tensor, chosen: Tensor) -> Tensor:
+        """The values in ``tensor``, which ``part`` describes, of the units ``chosen`` [num_groups, n]."""
+        if part.stacked:
             pairs = zip(tensor, chosen.to(tensor.device), strict=True)
-            return torch.stack([part.index_select(owned.dim - 1, columns) for part, columns in pairs])
-        index = self.index(owned, tensor.shape[owned.dim], chosen)
-        return tensor.index_select(owned.dim, index.to(tensor.device))
+            return torch.stack([values.index_select(part.dim - 1, units) for values, units in pairs])
+        return tensor.index_select(part.dim, self.index(tensor.shape[part.dim], chosen).to(tensor.device))
 
     @torch.no_grad()
     def mask(self, weight: Tensor, chosen: Tensor) -> None:
-        """Set to 0 the columns of ``read``'s weight that units other than ``chosen`` [rows, n] own."""
-        kept = torch.zeros(self.rows, self.columns, dtype=torch.bool).scatter_(1, chosen, True)
-        if self.read.stacked:
-            shape = [1] * weight.dim()
-            shape[0], shape[self.read.dim] = self.rows, self.columns
+        """Set to 0 the columns of the consumer's ``weight`` of units other than ``chosen`` [num_groups, n]."""
+        kept = torch.zeros(self.num_groups, self.units_per_group, dtype=torch.bool).scatter_(1, chosen, True)
+        shape = [1] * weight.dim()
+        if self.consumer.stacked:
+            shape[0], shape[self.consumer.dim] = self.num_groups, self.units_per_group
         else:
-            width = weight.shape[self.read.dim] // kept.numel()
-            kept = kept.flatten().repeat_interleave(width)
-            shape = [1] * weight.dim()
-            shape[self.read.dim] = -1
+            kept = kept.flatten().repeat_interleave(weight.shape[self.consumer.dim] // kept.numel())
+            shape[self.consumer.dim] = -1
         weight.mul_(kept.reshape(shape).to(weight))
 
 
@@ -109,7 +101,7 @@ class Architecture:
         what: Its name, for errors.
         blocks: Name of the list of blocks.
         attention: Names, in a block, of the layers of queries, keys, values and output; empty where heads cannot be removed.
-        ffn: For each hidden layer of a block: the modules that compute its units, and the layer that reads them.
+        ffn: For each hidden layer of a block: the modules that compute its units, and the layer that consumes them.
         experts: Name, in a block, of stacked experts; empty without.
         refused: Why a kind of pruning ("heads", "ffn" or "layers") has no model as its result.
     """
@@ -187,7 +179,7 @@ def head_counts(model: nn.Module) -> tuple[int, int]:
     return config.num_attention_heads, config.num_key_value_heads
 
 
-def head_units(model: nn.Module, architecture: Architecture, *, whole_groups: bool) -> Iterator[Units]:
+def head_units(model: nn.Module, architecture: Architecture, *, whole_groups: bool) -> Iterator[PruneUnits]:
     """The heads of each block.
 
     Args:
@@ -196,35 +188,57 @@ def head_units(model: nn.Module, architecture: Architecture, *, whole_groups: bo
         whole_groups: Whether a unit is a key/value head with its query heads, or one of the query heads of each.
     """
     heads, kv_heads = head_counts(model)
-    rows, columns = (1, kv_heads) if whole_groups else (kv_heads, heads // kv_heads)
+    num_groups, units_per_group = (1, kv_heads) if whole_groups else (kv_heads, heads // kv_heads)
     tensors = model.state_dict(keep_vars=True)
     for block in block_names(model, architecture):
         query, key, value, out = (f"{block}.{name}" for name in cast("tuple[str, ...]", architecture.attention))
         producers = (query, key, value) if whole_groups else (query,)
-        read = Owned(name=f"{out}.weight", dim=1)
-        owned = (*_produced(tensors, producers), read)
-        yield Units(kind="heads", block=block, rows=rows, columns=columns, owned=owned, read=read)
+        consumer = UnitTensor(name=f"{out}.weight", dim=1)
+        yield PruneUnits(
+            kind="heads",
+            block=block,
+            num_groups=num_groups,
+            units_per_group=units_per_group,
+            tensors=(*_produced(tensors, producers), consumer),
+            consumer=consumer,
+        )
 
 
-def hidden_units(model: nn.Module, architecture: Architecture) -> Iterator[Units]:
+def query_heads(model: nn.Module, units: PruneUnits, chosen: Tensor) -> list[int]:
+    """The numbers in the model of the query heads of ``chosen`` [num_groups, n], units of ``head_units``."""
+    return units.index(head_counts(model)[0], chosen).tolist()
+
+
+def hidden_units(model: nn.Module, architecture: Architecture) -> Iterator[PruneUnits]:
     """The hidden units of each block."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for block in block_names(model, architecture):
         if architecture.experts:
             gate, up, down = (f"{block}.{architecture.experts}.{name}" for name in ("gate", "up", "down"))
-            rows, columns = tensors[gate].shape[:2]
-            read = Owned(name=down, dim=2, stacked=True)
-            owned = (*(Owned(name=name, dim=1, stacked=True) for name in (gate, up)), read)
-            yield Units(kind="ffn", block=block, rows=rows, columns=columns, owned=owned, read=read)
-        for producers, reader in architecture.ffn:
-            read = Owned(name=f"{block}.{reader}.weight", dim=1)
-            owned = (*_produced(tensors, tuple(f"{block}.{name}" for name in producers)), read)
-            columns = tensors[read.name].shape[1]
-            yield Units(kind="ffn", block=block, rows=1, columns=columns, owned=owned, read=read)
+            num_experts, width = tensors[gate].shape[:2]
+            consumer = UnitTensor(name=down, dim=2, stacked=True)
+            yield PruneUnits(
+                kind="ffn",
+                block=block,
+                num_groups=num_experts,
+                units_per_group=width,
+                tensors=(*(UnitTensor(name=name, dim=1, stacked=True) for name in (gate, up)), consumer),
+                consumer=consumer,
+            )
+        for producers, layer in architecture.ffn:
+            consumer = UnitTensor(name=f"{block}.{layer}.weight", dim=1)
+            yield PruneUnits(
+                kind="ffn",
+                block=block,
+                num_groups=1,
+                units_per_group=tensors[consumer.name].shape[1],
+                tensors=(*_produced(tensors, tuple(f"{block}.{name}" for name in producers)), consumer),
+                consumer=consumer,
+            )
 
 
-def _produced(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> Iterator[Owned]:
+def _produced(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> Iterator[UnitTensor]:
     """The tensors of modules, of which dim 0 counts their outputs."""
     for name, tensor in tensors.items():
         if name.rpartition(".")[0] in modules and tensor.dim():
-            yield Owned(name=name, dim=0, learned=isinstance(tensor, nn.Parameter))
+            yield UnitTensor(name=name, dim=0, is_parameter=isinstance(tensor, nn.Parameter))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from unisono.interop.name_map import NameMap, Renamed, matching, rename
+from unisono.interop.name_map import NameMap, Renamed, find_name_map, rename
 from unisono.interop.resnet_names import RESNET_MAPS
 from unisono.interop.stored_tensor import StoredTensor
 from unisono.interop.transformer_names import TRANSFORMER_MAPS
@@ -38,8 +38,7 @@ def as_model(family: str, source: Path, tensors: Mapping[str, StoredTensor], set
         CheckpointError: The names or shapes are those of no such model.
         ConfigError: A setting is missing or wrong, or no class of transformers computes the same.
     """
-    name_maps = [name_map for name_map in NAME_MAPS if family in ("auto", name_map.family)]
-    return rename(matching(name_maps, source, tensors), source, tensors, settings)
+    return rename(find_name_map(NAME_MAPS, family, source, tensors), source, tensors, settings)
 
 
 def write_model_folder(folder: Path, model: Renamed) -> None:

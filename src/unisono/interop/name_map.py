@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.errors import CheckpointError, ConfigError, Problem, nearest_name
 from unisono.interop.stored_tensor import StoredTensor, to_bytes
 from unisono.sanitize import listed, quoted, shorten
 
@@ -28,6 +28,13 @@ Files = Mapping[str, StoredTensor]
 _SHOWN: Final = 300  # characters of names in an error
 _MOST: Final = 1 << 53  # of a setting: JSON keeps whole numbers below it in any program
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OWN_NAMES: Final = "the file under its own names, without --as"
+# settings of a run, without their section → what they are called in config.json
+_RUN_SETTINGS: Final = {
+    "num_heads": "num_attention_heads",
+    "seq_len": "max_position_embeddings",
+    "size": "image_size",
+}
 # prefixes of MindSpore's optimizers, which save their state beside the weights
 _OPTIMIZER_STATE: Final = re.compile(
     r"accum(_update)?|adam_[mv]|ax_|exp_avg|lamb_[mv]|linear|mean_grad|mean_square|moment[12s]?|prev|stat|step_size|vhat"
@@ -63,12 +70,14 @@ class Setting:
     Attributes:
         name: Its name.
         kind: Type of its value.
+        rule: Why it must be given, or what depends on it; for errors.
         default: None: it must be given.
         choices: If any, no other value is taken.
     """
 
     name: str
     kind: type[int] | type[float] | type[str]
+    rule: str
     default: int | float | str | None = None
     choices: tuple[str, ...] = ()
 
@@ -153,7 +162,7 @@ def rename(name_map: NameMap, source: Path, tensors: Files, given: Mapping[str, 
     """
     names = name_map.find(tensors)
     if names is None:
-        raise _no_such_model(name_map.label, source, tensors)
+        raise _no_such_model(name_map.label, source, tensors, _OWN_NAMES)
     stored = {name: tensors[original] for name, original in names.items()}
     places = name_map.places(stored)
     ties = [(name, other) for name, other in name_map.ties if name in stored]
@@ -170,7 +179,7 @@ def rename(name_map: NameMap, source: Path, tensors: Files, given: Mapping[str, 
             given=f"{source} as {name_map.label}: {listed(problems, _SHOWN)}",
             rule="each tensor has its place in the class of transformers, and each place its tensor",
             consequence="nothing was written",
-            nearest="the file under its own names, without --as",
+            nearest=_OWN_NAMES,
         )
     _require_floats(name_map.label, source, {names[name]: stored[name] for name in stored if name in used})
     settings = _settings(name_map, given)
@@ -194,25 +203,34 @@ def _require_floats(label: str, source: Path, tensors: Files) -> None:
             given=f"{source} as {label}: {listed(wrong, _SHOWN)}",
             rule="weights of a model are floating-point numbers of 16, 32 or 64 bits; what scales others is not in the file",
             consequence="nothing was written",
-            nearest="the file under its own names, without --as",
+            nearest=_OWN_NAMES,
         )
 
 
-def _no_such_model(label: str, source: Path, tensors: Files) -> CheckpointError:
+def _no_such_model(label: str, source: Path, tensors: Files, nearest: str) -> CheckpointError:
     return CheckpointError(
         given=f"{source} with {listed(map(quoted, tensors), _SHOWN)}",
         rule=f"names say which model the weights are of: {label}",
         consequence="nothing was written",
-        nearest="the file under its own names, without --as",
+        nearest=nearest,
     )
 
 
-def matching(name_maps: Sequence[NameMap], source: Path, tensors: Files) -> NameMap:
-    """The one map of ``name_maps`` whose names a file has. Raises CheckpointError if there is none."""
-    for name_map in name_maps:
-        if name_map.find(tensors) is not None:
-            return name_map
-    raise _no_such_model("; ".join(name_map.label for name_map in name_maps), source, tensors)
+def find_name_map(name_maps: Sequence[NameMap], family: str, source: Path, tensors: Files) -> NameMap:
+    """The one map of a family whose names a file has; raises CheckpointError if there is none.
+
+    Args:
+        name_maps: The maps of all families.
+        family: The family; "auto" for any.
+        source: The file, for errors.
+        tensors: Its tensors by name.
+    """
+    known = next((name_map for name_map in name_maps if name_map.find(tensors) is not None), None)
+    if known is not None and family in ("auto", known.family):
+        return known
+    labels = "; ".join(name_map.label for name_map in name_maps if family in ("auto", name_map.family))
+    nearest = f"--as {known.family}: the names are those of {known.label}" if known is not None else _OWN_NAMES
+    raise _no_such_model(labels, source, tensors, nearest)
 
 
 def _is_no_weight(name: str, tensor: StoredTensor, tensors: Files) -> bool:
@@ -258,16 +276,7 @@ def _load(make: Callable[..., Tensor], sources: Sequence[StoredTensor]) -> Tenso
 
 def _settings(name_map: NameMap, given: Mapping[str, str]) -> dict[str, Any]:
     known = {setting.name: setting for setting in name_map.settings}
-    problems = [
-        Problem(
-            given=f"--set {name}={text}",
-            rule=f"{name_map.label} has {'the settings ' + ', '.join(known) if known else 'no settings'}",
-            consequence="nothing was written",
-            nearest="the command without it",
-        )
-        for name, text in given.items()
-        if name not in known
-    ]
+    problems = [_unknown_setting(name_map, name, text) for name, text in given.items() if name not in known]
     values: dict[str, Any] = {}
     for setting in name_map.settings:
         try:
@@ -276,7 +285,7 @@ def _settings(name_map: NameMap, given: Mapping[str, str]) -> dict[str, Any]:
             problems.append(
                 Problem(
                     given=f"{name_map.label}: {error}",
-                    rule="outputs depend on it, and no tensor tells it: its value is that of the program that trained the model",
+                    rule=setting.rule,
                     consequence="nothing was written",
                     nearest=f"--set {setting.name}=…",
                 )
@@ -284,6 +293,22 @@ def _settings(name_map: NameMap, given: Mapping[str, str]) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return values
+
+
+def _unknown_setting(name_map: NameMap, name: str, text: str) -> Problem:
+    known = [setting.name for setting in name_map.settings]
+    last = name.rpartition(".")[2]
+    meant = _RUN_SETTINGS.get(last, last)
+    nearest = nearest_name(last, known) if known else "the command without it"
+    if meant in known:
+        nearest = f"--set {meant}={text}"
+    return Problem(
+        given=f"--set {name}={text}",
+        rule="--set of this command gives values of config.json, no settings of a run; of "
+        f"{name_map.label} there {'are ' + ', '.join(known) if known else 'is none to give'}",
+        consequence="nothing was written",
+        nearest=nearest,
+    )
 
 
 def _value(setting: Setting, text: str | None) -> int | float | str:

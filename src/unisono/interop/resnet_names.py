@@ -34,6 +34,9 @@ _GLUON: Final = ("gamma", "beta", "running_mean", "running_var")
 _MINDSPORE: Final = ("gamma", "beta", "moving_mean", "moving_variance")
 _CLASS: Final = ("weight", "bias", "running_mean", "running_var")
 _SIZE: Final = "image_size"
+_SIZE_RULE: Final = (
+    "it must be given: weights do not tell the side of the images, on which the padding of MindSpore depends"
+)
 _FIRST: Final = re.compile(r"resnet\.encoder\.stages\.(\d+)\.layers\.\d+\.layer\.0\.convolution\.weight")
 
 
@@ -229,9 +232,9 @@ def _config(found: Found, *, label: str, stride_first: bool, odd: Literal["all",
 def _check_side(label: str, side: int, stages: int, everywhere: bool) -> None:
     """Refuse images that the class pads elsewhere than the model does."""
     sides = [side, (side + 1) // 2]  # of the stem's convolution and of the pooling after it
-    for _ in range(stages):
+    for _ in range(stages - 1):
         sides.append((sides[-1] + 1) // 2)  # of the strided convolution of each stage after the first
-    wrong = [s for s in (sides[: stages + 1] if everywhere else sides[1:2]) if s % 2 == 0]
+    wrong = [each for each in (sides if everywhere else sides[1:2]) if each % 2 == 0]
     if wrong:
         step = 2 ** (stages + 1) if everywhere else 4
         near = max(1, round((side - 1) / step)) * step + 1
@@ -300,7 +303,7 @@ def _map(
         find=find,
         places=partial(_places, names),
         config=partial(_config, label=label, stride_first=stride_first, odd=odd),
-        settings=() if odd == "none" else (Setting(name=_SIZE, kind=int),),
+        settings=() if odd == "none" else (Setting(name=_SIZE, kind=int, rule=_SIZE_RULE),),
     )
 
 

@@ -5,7 +5,7 @@ tensors: they are settings. Libraries have these of their own:
 
     GluonNLP BERT       LayerNorm epsilon 1e-12, exact GELU
     MindSpore BERT      LayerNorm epsilon 1e-7 (the default of ``nn.LayerNorm``), GELU by tanh (the default of ``nn.GELU``)
-    GPT-2 of both       LayerNorm epsilon 1e-5, GELU by tanh; the class has its matrices turned, MindFormers some of them
+    GPT-2 of both       LayerNorm epsilon 1e-5, GELU by tanh; the class has its matrices transposed, MindFormers some of them
 
 Source:
     gluonnlp.model.bert and scripts/text_generation/model/gpt.py of GluonNLP 0.10, official/nlp/Bert of mindspore-ai/models,
@@ -25,7 +25,9 @@ from torch import Tensor
 from unisono.interop.name_map import Dim, Files, Found, NameMap, Place, Setting, refused, under_own_names
 
 _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None}  # a tokenizer tells them
-_HEADS: Final = Setting(name="num_attention_heads", kind=int)
+_HEADS: Final = Setting(
+    name="num_attention_heads", kind=int, rule="it must be given: weights do not tell the number of heads"
+)
 _WEIGHT: Final = {"weight": "weight"}
 _WEIGHT_AND_BIAS: Final = {"weight": "weight", "bias": "bias"}
 _NORM: Final = {"weight": "gamma", "bias": "beta"}
@@ -41,7 +43,7 @@ class _Module:
         shape: Of each weight.
         bias: Size of each bias.
         tensors: Its tensors in the class → in the file.
-        turned: Whether the class has the weight transposed.
+        transposed: Whether the class has the weight transposed.
     """
 
     theirs: tuple[str, ...]
@@ -49,16 +51,16 @@ class _Module:
     shape: tuple[Dim, ...] = ()
     bias: Dim = "width"
     tensors: Mapping[str, str] = field(default_factory=lambda: _WEIGHT_AND_BIAS)
-    turned: bool = False
+    transposed: bool = False
 
 
 def _norm(theirs: str, ours: str) -> _Module:
     return _Module(theirs=(theirs,), ours=ours, shape=("width",), tensors=_NORM)
 
 
-def _dense(theirs: str | tuple[str, ...], ours: str, out: Dim, inner: Dim, *, turned: bool = False) -> _Module:
+def _dense(theirs: str | tuple[str, ...], ours: str, out: Dim, inner: Dim, *, transposed: bool = False) -> _Module:
     names = (theirs,) if isinstance(theirs, str) else theirs
-    return _Module(theirs=names, ours=ours, shape=(out, inner), bias=out, turned=turned)
+    return _Module(theirs=names, ours=ours, shape=(out, inner), bias=out, transposed=transposed)
 
 
 def _conv1d(theirs: str, ours: str, inner: Dim, out: Dim) -> _Module:
@@ -74,9 +76,9 @@ def _bias(theirs: str, ours: str, size: Dim, tensor: str) -> _Module:
     return _Module(theirs=(theirs,), ours=ours, bias=size, tensors={"bias": tensor})
 
 
-def _joined(*values: Tensor, turned: bool) -> Tensor:
+def _joined(*values: Tensor, transposed: bool) -> Tensor:
     whole = values[0] if len(values) == 1 else torch.cat(values)
-    return whole.T if turned else whole
+    return whole.T if transposed else whole
 
 
 def _module_places(module: _Module, layer: int) -> list[Place]:
@@ -85,7 +87,7 @@ def _module_places(module: _Module, layer: int) -> list[Place]:
             name=f"{module.ours.format(layer)}.{kind}",
             shape=module.shape if kind == "weight" else (module.bias,),
             sources=tuple(f"{theirs.format(layer)}.{tensor}" for theirs in module.theirs),
-            make=partial(_joined, turned=kind == "weight" and module.turned),
+            make=partial(_joined, transposed=kind == "weight" and module.transposed),
         )
         for kind, tensor in module.tensors.items()
     ]
@@ -273,8 +275,19 @@ def _bert_map(
         ties=ties,
         settings=(
             _HEADS,
-            Setting(name="layer_norm_eps", kind=float, default=eps),
-            Setting(name="hidden_act", kind=str, default=activation, choices=("gelu", "gelu_pytorch_tanh", "relu")),
+            Setting(
+                name="layer_norm_eps",
+                kind=float,
+                rule="the number that a layer norm adds to the variance; weights do not tell it",
+                default=eps,
+            ),
+            Setting(
+                name="hidden_act",
+                kind=str,
+                rule="the activation of feed-forward layers; weights do not tell it",
+                default=activation,
+                choices=("gelu", "gelu_pytorch_tanh", "relu"),
+            ),
         ),
     )
 
@@ -293,12 +306,12 @@ _GLUON_GPT2_LAYER: Final = (
         "transformer.h.{}.attn.c_attn",
         "3 width",
         "width",
-        turned=True,
+        transposed=True,
     ),
-    _dense("_self_attention_layers.{}._out_proj", "transformer.h.{}.attn.c_proj", "width", "width", turned=True),
+    _dense("_self_attention_layers.{}._out_proj", "transformer.h.{}.attn.c_proj", "width", "width", transposed=True),
     _norm("_ffn_ln.{}", "transformer.h.{}.ln_2"),
-    _dense("_ffn_layers.{}._hidden_map", "transformer.h.{}.mlp.c_fc", "inner", "width", turned=True),
-    _dense("_ffn_layers.{}._out_map", "transformer.h.{}.mlp.c_proj", "width", "inner", turned=True),
+    _dense("_ffn_layers.{}._hidden_map", "transformer.h.{}.mlp.c_fc", "inner", "width", transposed=True),
+    _dense("_ffn_layers.{}._out_map", "transformer.h.{}.mlp.c_proj", "width", "inner", transposed=True),
 )
 _MINDFORMERS_GPT2: Final = (
     _table("backbone.embedding.word_embedding", "transformer.wte", "vocabulary", "embedding_table"),
@@ -313,7 +326,7 @@ _MINDFORMERS_GPT2_LAYER: Final = (
         "transformer.h.{}.attn.c_attn",
         "width",
         "width",
-        turned=True,
+        transposed=True,
     ),
     _conv1d(f"{_BLOCK}attention.projection", "transformer.h.{}.attn.c_proj", "width", "width"),
     _norm(f"{_BLOCK}layernorm2", "transformer.h.{}.ln_2"),
@@ -466,9 +479,21 @@ TRANSFORMER_MAPS: Final = (
         config=_llama_config,
         settings=(
             _HEADS,
-            Setting(name="rms_norm_eps", kind=float),
-            Setting(name="rope_theta", kind=float),
-            Setting(name="max_position_embeddings", kind=int),
+            Setting(
+                name="rms_norm_eps",
+                kind=float,
+                rule="it must be given: weights do not tell the number that an RMS norm adds to the mean square",
+            ),
+            Setting(
+                name="rope_theta",
+                kind=float,
+                rule="it must be given: weights do not tell the base of the rotary positions",
+            ),
+            Setting(
+                name="max_position_embeddings",
+                kind=int,
+                rule="it must be given: weights do not tell the longest sequence, as rotary positions have no table",
+            ),
         ),
     ),
 )

@@ -108,9 +108,9 @@ class _ChunkedDivergence(torch.autograd.Function):
             for place in _chunks(rows.shape[0], chunk):
                 x, w = rows[place], weights[place, None]  # [n, dim or V], [n, 1]
                 logits = x if weight is None else F.linear(x, weight)
-                mine = logits.float() / temperature  # [n, V]
-                its = teacher.logits(place, part) / temperature
-                divergence, difference = _row_divergence(mine, its, part)
+                student_logits = logits.float() / temperature  # [n, V]
+                teacher_logits = teacher.logits(place, part) / temperature
+                divergence, difference = _row_divergence(student_logits, teacher_logits, part)
                 loss += (divergence * w).sum() * temperature**2
                 if grad_rows is None and grad_weight is None:
                     continue
@@ -144,27 +144,37 @@ def _chunks(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
-def _row_divergence(mine: Tensor, its: Tensor, part: VocabSharding | None) -> tuple[Tensor, Tensor]:
+def _row_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, part: VocabSharding | None
+) -> tuple[Tensor, Tensor]:
     """KL(teacher ‖ student) [n, 1] of logits [n, V], which are overwritten, and the difference of the probabilities [n, V]."""
-    norms = torch.stack([mine.logsumexp(-1, keepdim=True), its.logsumexp(-1, keepdim=True)])  # [2, n, 1]
+    norms = torch.stack(
+        [student_logits.logsumexp(-1, keepdim=True), teacher_logits.logsumexp(-1, keepdim=True)]
+    )  # [2, n, 1]
     if part is not None:
         norms, _ = part.combine(norms, torch.zeros_like(norms))
-    mine = mine.sub_(norms[0]).clamp_(min=_LEAST)
-    its = its.sub_(norms[1]).clamp_(min=_LEAST)
-    difference = its - mine
-    probabilities = its.exp_()
+    student_logits = student_logits.sub_(norms[0]).clamp_(min=_LEAST)
+    teacher_logits = teacher_logits.sub_(norms[1]).clamp_(min=_LEAST)
+    difference = teacher_logits - student_logits
+    probabilities = teacher_logits.exp_()
     divergence = torch.linalg.vecdot(probabilities, difference)[:, None]
     if part is not None:
         _, divergence = part.combine(torch.zeros_like(divergence), divergence)
-    return divergence, torch.sub(mine.exp_(), probabilities, out=difference)
+    return divergence, torch.sub(student_logits.exp_(), probabilities, out=difference)
 
 
 def _check_equal_shapes(student: LazyLogits | Tensor, teacher: LazyLogits | Tensor) -> None:
-    mine, its = _shape(student), _shape(teacher)
-    if any(a != b for a, b in zip(mine, its, strict=False) if a and b) or len(mine) != len(its):
-        more = f"model.vocab_size={its[-1]} of the student" if mine[:-1] == its[:-1] else "a teacher for the same task"
+    student_shape, teacher_shape = _shape(student), _shape(teacher)
+    if any(a != b for a, b in zip(student_shape, teacher_shape, strict=False) if a and b) or len(student_shape) != len(
+        teacher_shape
+    ):
+        more = (
+            f"model.vocab_size={teacher_shape[-1]} of the student"
+            if student_shape[:-1] == teacher_shape[:-1]
+            else "a teacher for the same task"
+        )
         raise DataError(
-            given=f"a teacher with outputs {_shown(its)} for a student with outputs {_shown(mine)}",
+            given=f"a teacher with outputs {_shown(teacher_shape)} for a student with outputs {_shown(student_shape)}",
             rule="both have a logit of each of the same classes or tokens",
             consequence="their outputs cannot be compared; nothing was trained",
             nearest=f"a teacher with the same classes or tokenizer, or {more}",

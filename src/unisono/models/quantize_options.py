@@ -9,16 +9,11 @@ from typing import Final, Literal
 from unisono.config import option
 from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
+from unisono.models.layer_patterns import OUTER_LAYERS
 
 Scheme = Literal["none", "int8", "int8_dynamic", "int8_static", "int4"]
 Backend = Literal["torch", "torchao"]
 _QUANTIZED: Final = "quantize.scheme other than none"
-
-# the layers next to the inputs and the outputs, by their names in the built-in models and in those of transformers
-OUTER_LAYERS: Final = (
-    *("stem", "project", "head", "head.classifier"),
-    *("lm_head*", "classifier*", "score", "cls.predictions.decoder", "vocab_projector", "embed_out"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

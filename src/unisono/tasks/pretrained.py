@@ -29,18 +29,26 @@ _MAX_MESSAGE: Final = 400  # characters of an error of transformers
 _NEW_VALUES: Final = 10**7  # parameters of a new head that need no comparison with the files
 
 
-def check_folder(folder: str, kind: str, cache: Path) -> PretrainedFolder:
+def check_folder(folder: str, kind: str, cache: Path, *, setting: str = "model.pretrained") -> PretrainedFolder:
     """The folder, if it has a model that can be loaded without running its code. Imports no torch.
 
-    Raises ConfigError, and DataError for an address whose folder cannot be copied into ``cache``.
+    Args:
+        folder: Folder with ``config.json`` and safetensors, or its address.
+        kind: ``task.kind``.
+        cache: Folder for the copy of a folder at an address.
+        setting: The setting that names the folder, for errors.
+
+    Raises:
+        ConfigError: The folder has no such model.
+        DataError: The folder at an address cannot be copied.
     """
     if kind not in _CLASSES:
         raise unusable(
-            f"model.pretrained with task.kind {kind!r}",
+            f"{setting} with task.kind {kind!r}",
             f"models of transformers are for {', '.join(_CLASSES)}",
-            "components.model=mlp, and no model.pretrained",
+            f"components.model=mlp, and no {setting}",
         )
-    return read_folder(local_path(folder, cache))
+    return read_folder(local_path(folder, cache), setting=setting)
 
 
 def load_pretrained(
@@ -51,6 +59,7 @@ def load_pretrained(
     padding: int | None,
     cache: Path,
     may_have_new_head: bool = True,
+    setting: str = "model.pretrained",
 ) -> nn.Module:
     """The model of a folder for a resolved task, with a new head where the folder's has other classes.
 
@@ -61,17 +70,18 @@ def load_pretrained(
         padding: Token id of padding, for models that look for the end of a text by it; None for images.
         cache: Folder for the copy of a folder at an address.
         may_have_new_head: Whether the weights of a head may be missing, as for a model that is fine-tuned.
+        setting: The setting that names the folder, for errors.
 
     Raises:
         DataError: The folder at an address does not exist or cannot be copied.
         ConfigError: The folder has no such model, or not all its weights, or a model for another task.
         ExtraError: transformers, or for adapters peft, is not installed.
     """
-    contents = check_folder(folder, task.kind, cache)
+    contents = check_folder(folder, task.kind, cache, setting=setting)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
-        raise missing_extra("hf", "transformers", f"model.pretrained {folder!r}") from error
+        raise missing_extra("hf", "transformers", f"{setting} {folder!r}") from error
     class_name, peft_task = _CLASSES[task.kind]
     labels: dict[str, Any] = {}
     if task.kind not in LANGUAGE_MODELS:
@@ -102,7 +112,7 @@ def load_pretrained(
         ) as error:  # the classes of transformers raise anything for a configuration that they do not expect
             said = " ".join(str(error).replace(str(files), folder).split())[:_MAX_MESSAGE]
             raise unusable(
-                f"model.pretrained {folder!r} as {class_name}: {type(error).__name__}: {said}",
+                f"{setting} {folder!r} as {class_name}: {type(error).__name__}: {said}",
                 f"transformers {transformers.__version__} loads the folder with that class",
                 f"the config.json that was saved with the weights, of a model for task.kind {task.kind!r}",
             ) from error
@@ -129,12 +139,11 @@ def _check_loading(
         if not (may_be_new and has_new_head and _is_head(model, name))
     ]
     wrong += [f"{name} is not in the files" for name in sorted(missing) if not (may_be_new and _is_head(model, name))]
-    given = f"model.pretrained {contents.given!r}"
     if wrong:
         more = f", and {len(wrong) - 1} more such weights" if len(wrong) > 1 else ""
         others = f"; not used are {len(unused)}, the first {unused[0]}" if unused else ""
         raise ConfigError(
-            given=f"{given} as {type(model).__name__}: {wrong[0]}{more}{others}",
+            given=f"{contents.given} as {type(model).__name__}: {wrong[0]}{more}{others}",
             rule="the weights are those of the model in config.json"
             + ("; only the head of the task may be new" if may_be_new else ", those of its head too"),
             consequence="these weights would be random; nothing was started",
@@ -144,10 +153,14 @@ def _check_loading(
     if new := sorted(missing | mismatched.keys()):
         # a new head is what fine-tuning is about; a language model without its own is not
         level = logging.INFO if has_new_head else logging.WARNING
-        log.log(level, "%s has no weights for %s: they are new", given, ", ".join(new))
+        log.log(level, "%s has no weights for %s: they are new", contents.given, ", ".join(new))
     if unused:
         log.warning(
-            "%s has %d tensors that %s does not use, the first %s", given, len(unused), type(model).__name__, unused[0]
+            "%s has %d tensors that %s does not use, the first %s",
+            contents.given,
+            len(unused),
+            type(model).__name__,
+            unused[0],
         )
 
 
@@ -176,7 +189,7 @@ def _refuse_inflated(
         num_values = sum(parameter.numel() for parameter in model.parameters())
     if num_values > 2 * contents.num_values + _NEW_VALUES:
         raise ConfigError(
-            given=f"model.pretrained {contents.given!r}, whose config.json is of a model with {num_values} parameters, "
+            given=f"{contents.given}, whose config.json is of a model with {num_values} parameters, "
             f"with files of {contents.num_values}",
             rule="the weights are those of the model in config.json; only the head of the task may be new",
             consequence="most weights would be random; nothing was started",

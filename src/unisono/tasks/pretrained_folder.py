@@ -50,7 +50,7 @@ class PretrainedFolder:
     """The checked contents of a folder.
 
     Attributes:
-        given: The folder as it was given.
+        given: The setting and the folder, for errors.
         config: ``config.json``.
         generation: ``generation_config.json``; None if there is none.
         weights: Files of weights by their names in the folder.
@@ -82,20 +82,21 @@ class PretrainedFolder:
             yield folder
 
 
-def read_folder(folder: str) -> PretrainedFolder:
-    """Read and check the files of a folder. Raises ConfigError."""
+def read_folder(folder: str, *, setting: str = "model.pretrained") -> PretrainedFolder:
+    """Read and check the files of a folder. Raises ConfigError, about ``setting``, which names it."""
+    given = f"{setting} {folder!r}"
     path, fault = look_up(folder)
     if fault:
-        raise unusable(f"model.pretrained {quoted(folder, MAX_SHOWN_PATH)}: {fault}", FOLDER_RULE, SAVE)
-    _refuse_adapters(path, folder)
-    config = _read_json(path, _CONFIG, folder)
-    _check_config(config, folder)
-    generation = _read_json(path, _GENERATION, folder) if (path / _GENERATION).exists() else None
-    weights, weight_map = _weights(path, folder)
-    shapes = {name: shape for file in weights.values() for name, shape in _shapes(file, folder)}
-    _check_layers(config, len(shapes), folder)
+        raise unusable(f"{setting} {quoted(folder, MAX_SHOWN_PATH)}: {fault}", FOLDER_RULE, SAVE)
+    _refuse_adapters(path, folder, given)
+    config = _read_json(path, _CONFIG, given)
+    _check_config(config, given)
+    generation = _read_json(path, _GENERATION, given) if (path / _GENERATION).exists() else None
+    weights, weight_map = _weights(path, given)
+    shapes = {name: shape for file in weights.values() for name, shape in _shapes(file, given)}
+    _check_layers(config, len(shapes), given)
     return PretrainedFolder(
-        given=folder,
+        given=given,
         config=config,
         generation=generation,
         weights=weights,
@@ -124,14 +125,14 @@ def unusable(given: str, rule: str, nearest: str) -> ConfigError:
     return ConfigError(given=given, rule=rule, consequence="nothing was started", nearest=nearest)
 
 
-def _refuse_adapters(path: Path, folder: str) -> None:
+def _refuse_adapters(path: Path, folder: str, given: str) -> None:
     if not (path / _ADAPTER).exists():
         return
-    base = _read_json(path, _ADAPTER, folder).get("base_model_name_or_path")
+    base = _read_json(path, _ADAPTER, given).get("base_model_name_or_path")
     base = base if isinstance(base, str) and base else None
     beside = "beside a model" if (path / _CONFIG).exists() else "without the model itself"
     raise unusable(
-        f"model.pretrained {folder!r}, which has adapters of {base or 'some model'!r} ({_ADAPTER}) {beside}",
+        f"{given}, which has adapters of {base or 'some model'!r} ({_ADAPTER}) {beside}",
         "the folder has a whole model; adapters alone, as a run with lora.rank exports them, are not loaded",
         "to train them further, the run.dir that they are of with more train.steps; to start from them, a folder written by "
         f"PeftModel.from_pretrained(base, {folder!r}).merge_and_unload().save_pretrained(...); for new ones, "
@@ -139,11 +140,11 @@ def _refuse_adapters(path: Path, folder: str) -> None:
     )
 
 
-def _read_json(path: Path, name: str, folder: str) -> dict[str, Any]:
-    file, given = path / name, f"model.pretrained {folder!r}"
+def _read_json(path: Path, name: str, given: str) -> dict[str, Any]:
+    file = path / name
     try:
         if file.is_file():
-            _refuse_outside(path, name, folder)
+            _refuse_outside(path, name, given)
             if (size := file.stat().st_size) > MAX_MODEL_CONFIG_BYTES:
                 raise ValueError(f"{name} has {size} bytes, at most {MAX_MODEL_CONFIG_BYTES} are read")
         elif file.exists():  # reading a pipe would wait
@@ -166,7 +167,7 @@ def _constant(name: str, text: str) -> float:
     return float(text)
 
 
-def _refuse_outside(path: Path, name: str, folder: str) -> None:
+def _refuse_outside(path: Path, name: str, given: str) -> None:
     """Refuse a link to a file elsewhere; those of a snapshot in the hub's cache, to its blobs, are the folder's own."""
     home, real = path.resolve(), (path / name).resolve()
     if real.is_relative_to(home):
@@ -174,7 +175,7 @@ def _refuse_outside(path: Path, name: str, folder: str) -> None:
     if home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs":
         return
     raise unusable(
-        f"model.pretrained {folder!r}, whose {name} is a link to {real}",
+        f"{given}, whose {name} is a link to {real}",
         "a folder has its files in it",
         f"a copy in place of the link: cp --remove-destination {real} {path / name}",
     )
@@ -199,19 +200,19 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _check_config(config: dict[str, Any], folder: str) -> None:
+def _check_config(config: dict[str, Any], given: str) -> None:
     """Refuse fields by which transformers would run code, fetch something or read other files."""
     for name, value in _fields(config):
         if name in _CODE_FIELDS:
             raise unusable(
-                f"model.pretrained {folder!r}, whose config.json names code in the folder ({name})",
+                f"{given}, whose config.json names code in the folder ({name})",
                 "code of a model's folder is never run",
                 "a model whose class is part of transformers, or a class of your own as components.model in a Python file",
             )
         if name in _OTHER_FIELDS and value:
             quantized = name in ("quantization_config", "compression_config")
             raise unusable(
-                f"model.pretrained {folder!r}, whose config.json has {name}",
+                f"{given}, whose config.json has {name}",
                 "weights are floating-point tensors of the folder's safetensors, and classes those of transformers",
                 "the folder of the model before it was quantized, or model.dequantize().save_pretrained(folder)"
                 if quantized
@@ -219,31 +220,30 @@ def _check_config(config: dict[str, Any], folder: str) -> None:
             )
         if name.endswith("_implementation") or name.endswith("_implementation_internal"):
             own = _OWN_EXPERTS if "experts" in name else _OWN_ATTENTION
-            for given in _texts(value):
-                if given not in own:
+            for text in _texts(value):
+                if text not in own:
                     raise unusable(
-                        f"model.pretrained {folder!r}, whose config.json has {name} {given!r}",
+                        f"{given}, whose config.json has {name} {text!r}",
                         "code is never fetched: a kernel of a hub can be named there; allowed are " + ", ".join(own),
                         f"a config.json without {name}: transformers then chooses one of its own",
                     )
 
 
-def _check_layers(config: dict[str, Any], num_tensors: int, folder: str) -> None:
+def _check_layers(config: dict[str, Any], num_tensors: int, given: str) -> None:
     """Refuse more layers than there are tensors, which take memory and time also without values."""
     for name, value in _fields(config):
         if name in _LAYER_COUNTS and isinstance(value, int) and value > max(MAX_UNCOUNTED_LAYERS, num_tensors):
             raise unusable(
-                f"model.pretrained {folder!r}, whose config.json has {name} {value} for {num_tensors} tensors",
+                f"{given}, whose config.json has {name} {value} for {num_tensors} tensors",
                 "the weights of every layer are in the folder",
                 "the config.json that was saved with the weights",
             )
 
 
-def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
+def _weights(path: Path, given: str) -> tuple[dict[str, Path], dict[str, str]]:
     """Files of weights by name, and the file of each tensor where an index names it."""
-    given = f"model.pretrained {folder!r}"
     if (path / _WEIGHTS).is_file():
-        _refuse_outside(path, _WEIGHTS, folder)
+        _refuse_outside(path, _WEIGHTS, given)
         return {_WEIGHTS: (path / _WEIGHTS).resolve()}, {}
     if not (path / _INDEX).is_file():
         named = sorted(file.name for file in path.glob("*.safetensors"))
@@ -255,7 +255,7 @@ def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
             FOLDER_RULE + "; files of pickle can run code and are not read",
             SAVE,
         )
-    weight_map: Any = _read_json(path, _INDEX, folder).get("weight_map")
+    weight_map: Any = _read_json(path, _INDEX, given).get("weight_map")
     names = cast("dict[str, Any]", weight_map) if isinstance(weight_map, dict) else {}
     if not names:
         raise unusable(
@@ -275,11 +275,11 @@ def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
                 f"{given} without {shorten(name)}, which {_INDEX} names", FOLDER_RULE, "copy that file there, too"
             )
     for name in sorted(set(names.values())):
-        _refuse_outside(path, name, folder)
+        _refuse_outside(path, name, given)
     return {name: (path / name).resolve() for name in sorted(set(names.values()))}, names
 
 
-def _shapes(file: Path, folder: str) -> Iterator[tuple[str, list[int]]]:
+def _shapes(file: Path, given: str) -> Iterator[tuple[str, list[int]]]:
     try:
         require_regular(file)
         with safe_open(str(file), framework="numpy") as opened:
@@ -288,7 +288,7 @@ def _shapes(file: Path, folder: str) -> Iterator[tuple[str, list[int]]]:
                 yield name, opened.get_slice(name).get_shape()
     except (OSError, SafetensorError) as error:
         raise unusable(
-            f"model.pretrained {folder!r}, whose {file.name} cannot be read: {error}",
+            f"{given}, whose {file.name} cannot be read: {error}",
             FOLDER_RULE + "; a file that was cut or damaged is not loaded",
             "copy it again, or " + SAVE,
         ) from error

@@ -47,7 +47,6 @@ from unisono.train.distillation import (
     Distillation,
     DistilledObjective,
     check_distillation,
-    compares,
     prepare_teacher,
     shard_teacher,
 )
@@ -395,7 +394,7 @@ def assemble(
         distilled = DistilledObjective(
             teacher=passes,
             task=given.objective,
-            compares=compares(given.given_objective),
+            given=given.given_objective,
             options=given.distill.options,
             digest=teacher.digest,
             features=FeatureOutputs(built.model, passes.model, teacher.features) if teacher.features else None,

@@ -32,8 +32,17 @@ from unisono.plan.plan import Plan
 from unisono.train.distill_options import DistillOptions
 from unisono.train.distilled_features import FeatureOutputs
 from unisono.train.metric_kinds import CLASSES, NUMBERS, objective_kind
-from unisono.train.named_losses import sum_losses
-from unisono.train.objectives import Batch, Objective, dense_logits, find_logits, flat_weights, model_loss
+from unisono.train.named_losses import check_losses
+from unisono.train.objectives import (
+    Batch,
+    Objective,
+    dense_logits,
+    find_logits,
+    flat_weights,
+    mean_squared_error,
+    model_loss,
+    row_weights,
+)
 from unisono.train.settings import function_name
 from unisono.train.setup import infer_tp_rules
 from unisono.train.step import ForwardBackward, input_selector
@@ -41,7 +50,7 @@ from unisono.train.tensor_digest import tensor_digest
 
 # what shards a model, and lays it out; the others act on a backward pass, or on names of the student's modules
 _TRANSFORMS: Final = ("channels_last", "placements", "tensor_parallel", "expert_parallel", "context_parallel", "fsdp")
-_TASK_NAMES: Final = {CLASSES: "ce", NUMBERS: "mse", "": "task"}
+_LABEL_LOSSES: Final = (nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,13 @@ def check_distillation(given: Distillation, objective: Callable[..., Any], plan:
     for what, is_refused, rule, nearest in refused:
         if is_refused:
             raise PlanError(given=what, rule=rule, consequence="nothing was started", nearest=nearest)
+    if isinstance(objective, _LABEL_LOSSES):
+        raise ConfigError(
+            given=f"a teacher with the objective {type(objective).__name__}",
+            rule="a teacher's term compares one class per row, or numbers; losses of several labels per sample have none",
+            consequence="nothing was started",
+            nearest="nn.CrossEntropyLoss with one class per sample, or an objective of your own that calls the teacher itself",
+        )
     if objective is model_loss:
         raise ConfigError(
             given="a teacher with the objective model_loss",
@@ -177,7 +193,7 @@ class DistilledObjective:
     Attributes:
         teacher: Passes of the teacher.
         task: The task's own objective.
-        compares: ``classes``, ``numbers``, or empty where the targets tell.
+        given: The same as it was given, such as a loss of ``torch.nn``.
         options: Weights and temperature.
         digest: Digest of the teacher's values.
         features: The modules whose outputs are compared; None if there are none.
@@ -185,11 +201,11 @@ class DistilledObjective:
 
     teacher: ForwardBackward
     task: Objective
-    compares: str
+    given: Callable[..., Any]
     options: DistillOptions
     digest: str
     features: FeatureOutputs | None = None
-    _outputs: Any = None
+    _teacher_outputs: Any = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,7 +216,7 @@ class DistilledObjective:
         """Compute the teacher's outputs for a micro-batch."""
 
         def keep(_number: int, outputs: Any, _batch: Batch) -> None:
-            self._outputs = outputs
+            self._teacher_outputs = outputs
 
         with torch.no_grad():
             self.teacher.evaluate([micro_batch], keep)
@@ -209,17 +225,17 @@ class DistilledObjective:
         """The terms by name, whose sum is trained, and their weight."""
         losses, weight = self.task(outputs, batch)
         frac = self.options.teacher_frac
-        own = losses if not isinstance(losses, Tensor) else {_TASK_NAMES[self.compares]: losses}
-        sum_losses(own)
-        terms = {name: loss * (1 - frac) for name, loss in own.items()}
-        taught, self._outputs = self._outputs, None
-        mine, its = find_logits(outputs), find_logits(taught)
-        if (self.compares or _kind_of_targets(batch)) == NUMBERS:
-            terms["teacher_mse"], weights = _squared_errors(mine, its, batch)
+        check_losses(losses)
+        named = losses if not isinstance(losses, Tensor) else {_loss_name(self.given): losses}
+        terms = {name: loss * (1 - frac) for name, loss in named.items()}
+        student_logits, teacher_logits = find_logits(outputs), find_logits(self._teacher_outputs)
+        self._teacher_outputs = None
+        if (_objective_kind(self.given) or _kind_of_targets(batch)) == NUMBERS:
+            terms["teacher_mse"], weights = _squared_errors(student_logits, teacher_logits, batch)
             terms["teacher_mse"] *= frac
         else:
-            weights = _row_weights(mine, batch)
-            terms["kl"] = frac * divergence_sum(mine, its, weights, self.options.temperature)
+            weights = _weights_of_rows(student_logits, batch, self.given)
+            terms["kl"] = frac * divergence_sum(student_logits, teacher_logits, weights, self.options.temperature)
         if self.features is not None:
             terms["features"] = self.options.features_weight * self.features.errors(weights)
         reshard(self.teacher.model)  # without a backward pass nothing else frees what the loss has read
@@ -231,10 +247,22 @@ class DistilledObjective:
             self.features.close()
 
 
-def compares(objective: Callable[..., Any]) -> str:
+def _objective_kind(objective: Callable[..., Any]) -> str:
     """Whether outputs are of classes or numbers, by the objective; empty for one of the user's own."""
-    name = type(objective).__name__ if isinstance(objective, nn.Module) else function_name(objective)
-    return objective_kind(name)
+    return objective_kind(_objective_name(objective))
+
+
+def _objective_name(objective: Callable[..., Any]) -> str:
+    return type(objective).__name__ if isinstance(objective, nn.Module) else function_name(objective)
+
+
+def _loss_name(objective: Callable[..., Any]) -> str:
+    """The name of the task's loss among the terms: ``ce``, ``mse``, the class of a loss of ``torch.nn``, or ``task``."""
+    if _objective_kind(objective) == CLASSES:
+        return "ce"
+    if objective is mean_squared_error or isinstance(objective, nn.MSELoss):
+        return "mse"
+    return type(objective).__name__ if isinstance(objective, nn.Module) else "task"
 
 
 def _kind_of_targets(batch: Batch) -> str:
@@ -250,26 +278,26 @@ def _kind_of_targets(batch: Batch) -> str:
     )
 
 
-def _row_weights(logits: LazyLogits | Tensor, batch: Batch) -> Tensor:
-    """The weight of each row [...] of logits [..., V]: what the built-in objectives of classes count."""
+def _weights_of_rows(logits: LazyLogits | Tensor, batch: Batch, objective: Callable[..., Any]) -> Tensor:
+    """The weight of each row [...] of logits [..., V], as the task's ``objective`` counts it."""
     rows = logits.hidden.shape[:-1] if isinstance(logits, LazyLogits) else logits.shape[:-1]
     targets = batch["targets"]
-    if targets.is_floating_point():  # probabilities of the classes
-        return flat_weights(batch, targets[..., 0]).reshape(rows)
-    if targets.shape != rows:
+    if not targets.is_floating_point() and targets.shape != rows:
         raise DataError(
             given=f"targets {list(targets.shape)} for a student with {list(rows)} rows of logits",
             rule="the teacher's term counts each row whose target counts",
             consequence="it is not known which rows count; nothing was trained",
             nearest=f"targets {list(rows)} in the batch, {IGNORED} where none is asked",
         )
-    return (flat_weights(batch, targets) * (targets.flatten() != IGNORED)).reshape(rows)
+    return row_weights(batch, targets, objective).reshape(rows)
 
 
-def _squared_errors(mine: LazyLogits | Tensor, its: LazyLogits | Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Weighted sum of squared differences of numbers [B, …], and the weight of each sample [B]: its number of elements, as
-    ``mean_squared_error`` counts it."""
-    student, teacher = dense_logits(mine).float(), dense_logits(its).float()
+def _squared_errors(
+    student_logits: LazyLogits | Tensor, teacher_logits: LazyLogits | Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of squared differences of numbers [B, …], and the weight of each sample [B], the sum of those of its elements,
+    as ``mean_squared_error`` counts them."""
+    student, teacher = dense_logits(student_logits).float(), dense_logits(teacher_logits).float()
     if student.numel() != teacher.numel() or len(student) != len(teacher):
         raise DataError(
             given=f"a teacher with outputs {list(teacher.shape)} for a student with outputs {list(student.shape)}",
@@ -277,6 +305,6 @@ def _squared_errors(mine: LazyLogits | Tensor, its: LazyLogits | Tensor, batch: 
             consequence="their outputs cannot be compared; nothing was trained",
             nearest="a teacher for the same task",
         )
-    errors = (student - teacher.reshape(student.shape)).square().reshape(len(student), -1).sum(1)  # [B]
-    weights = batch.get("weights", torch.ones_like(errors)).reshape(errors.shape)
-    return (errors * weights).sum(), weights * (student.numel() // max(1, len(student)))
+    weights = flat_weights(batch, student).reshape(len(student), -1)  # [B, elements]
+    errors = (student - teacher.reshape(student.shape)).square().reshape(weights.shape)
+    return (errors * weights).sum(), weights.sum(1)

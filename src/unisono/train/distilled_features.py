@@ -65,11 +65,11 @@ def find_projections(
     Raises:
         ConfigError: A module returns no tensor of floats, or those of a pair differ in more than their width.
     """
-    mine = _output_shapes(student, [name for name, _ in names], batch)
-    its = _output_shapes(teacher, [name for _, name in names], batch)
+    student_shapes = _output_shapes(student, [name for name, _ in names], batch)
+    teacher_shapes = _output_shapes(teacher, [name for _, name in names], batch)
     found: list[tuple[int, int] | None] = []
     for name, other in names:
-        first, second = mine.get(name), its.get(other)
+        first, second = student_shapes.get(name), teacher_shapes.get(other)
         if first is None or second is None or first[:-1] != second[:-1]:
             shown = [list(shape) if shape else "no tensor of floats" for shape in (first, second)]
             raise ConfigError(
@@ -148,12 +148,16 @@ class FeatureOutputs:
     def __init__(self, student: nn.Module, teacher: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         self._student, self._in_forward = student, False
         self._projections: _Projections | None = getattr(student, PROJECTIONS, None)
-        self._mine: dict[int, Tensor] = {}
-        self._its: dict[int, Tensor] = {}
+        self._of_student: dict[int, Tensor] = {}
+        self._of_teacher: dict[int, Tensor] = {}
         self._hooks = [student.register_forward_pre_hook(self._begin, prepend=True)]
         for number, (name, other) in enumerate(names):
-            self._hooks.append(student.get_submodule(name).register_forward_hook(self._keeper(number, self._mine)))
-            self._hooks.append(teacher.get_submodule(other).register_forward_hook(self._keeper(number, self._its)))
+            self._hooks.append(
+                student.get_submodule(name).register_forward_hook(self._keeper(number, self._of_student))
+            )
+            self._hooks.append(
+                teacher.get_submodule(other).register_forward_hook(self._keeper(number, self._of_teacher))
+            )
         self._hooks.append(student.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
@@ -164,7 +168,7 @@ class FeatureOutputs:
 
     def _keeper(self, number: int, kept: dict[int, Tensor]) -> Callable[..., None]:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensor = first_floating(output) if self._in_forward or kept is self._its else None
+            tensor = first_floating(output) if self._in_forward or kept is self._of_teacher else None
             if tensor is not None:
                 kept[number] = tensor
 
@@ -176,25 +180,25 @@ class FeatureOutputs:
         Outputs that have not the rows of ``weights`` [B, …] count by sample: its mean over all places, times its whole weight.
         """
         total = torch.zeros((), device=weights.device)
-        for number in sorted(self._mine):
-            mine, its = _width_last(self._mine[number]), _width_last(self._its[number])
+        for number in sorted(self._of_student):
+            student, teacher = _width_last(self._of_student[number]), _width_last(self._of_teacher[number])
             if self._projections is not None:
-                mine = self._projections.layers[number](mine)
-            if mine.shape != its.shape:
+                student = self._projections.layers[number](student)
+            if student.shape != teacher.shape:
                 raise DataError(
-                    given=f"outputs {list(mine.shape)} of a student's module and {list(its.shape)} of its teacher's",
+                    given=f"outputs {list(student.shape)} of a student's module and {list(teacher.shape)} of its teacher's",
                     rule="they are of the same places of the same samples",
                     consequence="they cannot be compared; the step was not made",
                     nearest="modules of both models after as many tokens or pixels, in distill.features",
                 )
-            errors = F.mse_loss(mine.float(), its.float(), reduction="none").mean(-1)  # [B, …]
+            errors = F.mse_loss(student.float(), teacher.float(), reduction="none").mean(-1)  # [B, …]
             if errors.shape == weights.shape:
                 total = total + (errors * weights).sum()
             else:
                 by_sample = errors.reshape(len(errors), -1).mean(1)  # [B]
                 total = total + (by_sample * weights.reshape(len(errors), -1).sum(1)).sum()
-        self._mine.clear()
-        self._its.clear()
+        self._of_student.clear()
+        self._of_teacher.clear()
         return total
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from unisono.dist import World
 from unisono.errors import DataError
 
 
-def sum_losses(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The loss that is trained: itself, or the sum of named losses. Raises DataError for losses that are no 0-dim tensors."""
+def check_losses(losses: Tensor | Mapping[str, Tensor]) -> None:
+    """Raises DataError for named losses that are no 0-dim tensors."""
     if not isinstance(losses, Mapping):
-        return losses
+        return
     wrong = "" if losses else "returned no loss"
     for name, loss in cast("Mapping[str, Any]", losses).items():
         if not isinstance(loss, Tensor):
@@ -29,7 +29,12 @@ def sum_losses(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
             consequence="there is nothing to train on",
             nearest='return {"loss": losses.sum()}, weights.sum()',
         )
-    return torch.stack(list(losses.values())).sum()
+
+
+def sum_losses(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The loss that is trained: itself, or the sum of named losses. Raises DataError for losses that are no 0-dim tensors."""
+    check_losses(losses)
+    return torch.stack(list(losses.values())).sum() if isinstance(losses, Mapping) else losses
 
 
 class NamedLosses:
@@ -47,7 +52,7 @@ class NamedLosses:
     def add(self, losses: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Add the losses of a micro-batch; returns the loss that is trained. Raises DataError."""
         if isinstance(losses, Mapping):
-            sum_losses(losses)
+            check_losses(losses)
             for name, loss in losses.items():
                 if self.names is not None and name not in self.names:
                     raise DataError(

@@ -68,7 +68,7 @@ def cross_entropy(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     if targets.is_floating_point():  # of mixup and CutMix
         _check_shape(logits.shape, targets, logits)
         losses = F.cross_entropy(logits.float().flatten(0, -2), targets.float().flatten(0, -2), reduction="none")  # [N]
-        weights = flat_weights(batch, targets[..., 0]).to(losses.dtype)
+        weights = row_weights(batch, targets).to(losses.dtype)
         return (losses * weights).sum(), weights.sum()
     _check_shape(logits.shape[:-1], targets, logits)
     flat = targets.flatten()
@@ -82,7 +82,7 @@ def cross_entropy(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
             consequence="there is no logit of that class",
             nearest=f"a model with {int(flat.max()) + 1} outputs, or targets that count from 0",
         ) from error
-    weights = flat_weights(batch, targets).to(losses.dtype) * (flat != IGNORED)
+    weights = row_weights(batch, targets).to(losses.dtype)
     return (losses * weights).sum(), weights.sum()
 
 
@@ -287,6 +287,25 @@ def flat_weights(batch: Batch, targets: Tensor) -> Tensor:
     return weights.flatten()
 
 
+def row_weights(batch: Batch, targets: Tensor, loss: Any = None) -> Tensor:
+    """The weight [N] of each row of logits in a mean over classes: what an objective of classes divides its sum by.
+
+    Args:
+        batch: May have ``weights``.
+        targets: Classes [B, …], of which -100 do not count, or probabilities of classes [B, …, C], which all do.
+        loss: A loss of ``torch.nn`` for classes, whose ``ignore_index`` does not count and whose class weights do.
+    """
+    if targets.is_floating_point():
+        return flat_weights(batch, targets[..., 0])
+    ignored = loss.ignore_index if isinstance(loss, _CLASSES) else IGNORED
+    flat = targets.flatten()
+    weights = flat_weights(batch, targets) * (flat != ignored)
+    class_weights = loss.weight if isinstance(loss, _CLASSES) else None
+    if class_weights is None:
+        return weights
+    return weights * class_weights.to(flat.device)[flat.where(flat != ignored, 0)]
+
+
 def counted_labels(batch: Batch) -> Tensor | None:
     """``batch["labels"]``, if any, with -100 where their weight is 0. Raises DataError for floats that have weights."""
     labels, weights = batch.get("labels"), batch.get("weights")
@@ -325,25 +344,22 @@ def _of_module(loss: nn.Module) -> Objective:
     def objective(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         predictions, targets = dense_logits(outputs).float(), find_targets(batch)
         elementwise.to(predictions.device)
-        if isinstance(loss, _CLASSES) and not targets.is_floating_point():
-            _check_shape(predictions.shape[:-1], targets, predictions)
-            predictions, targets = predictions.flatten(0, -2), targets.flatten()
-            counted: Tensor = (targets != loss.ignore_index).float()
-            class_weights = cast("Tensor | None", elementwise.weight)
-            if class_weights is not None:
-                counted = counted * class_weights[targets.where(targets != loss.ignore_index, 0)]
+        if isinstance(loss, _CLASSES):
+            if targets.is_floating_point():  # probabilities of the classes, [B, C]
+                counted, weights = row_weights(batch, targets, elementwise), flat_weights(batch, targets[..., 0])
+                targets = targets.float()
+            else:
+                _check_shape(predictions.shape[:-1], targets, predictions)
+                counted, weights = row_weights(batch, targets, elementwise), flat_weights(batch, targets)
+                predictions, targets = predictions.flatten(0, -2), targets.flatten()
             losses: Tensor = elementwise(predictions, targets)
-        elif isinstance(loss, _CLASSES):  # probabilities of the classes, [B, C]
-            losses = elementwise(predictions, targets.float())
-            counted = torch.ones_like(losses)
         else:
             if [n for n in targets.shape if n != 1] != [n for n in predictions.shape if n != 1]:
                 _check_shape(predictions.shape, targets, predictions)
             losses = elementwise(predictions, targets.float().reshape(predictions.shape))
-            counted = torch.ones_like(losses)
+            counted = weights = flat_weights(batch, losses)
         if "weights" in batch:
-            weights = flat_weights(batch, find_targets(batch) if isinstance(loss, _CLASSES) else losses)
-            losses, counted = losses.flatten() * weights, counted.flatten() * weights
+            losses = losses.flatten() * weights
         return losses.sum(), counted.sum()
 
     return objective

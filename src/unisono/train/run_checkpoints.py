@@ -18,6 +18,7 @@ import torch
 from unisono.checkpoint import (
     Checkpointer,
     CheckpointOptions,
+    CheckpointReader,
     find_latest,
     list_checkpoints,
     open_checkpoint,
@@ -116,6 +117,7 @@ class RunCheckpoints:
                 self._events.emit("started_over", step=self._state.step)
             return False
         reader = open_checkpoint(path)
+        _refuse_compressed(reader, path)
         _refuse_later_checkpoints(self._root, path, reader.step)
         _refuse_other_order(reader.meta["order"], self._meta["order"], path)
         differences = _differences(reader.meta["environment"], self._meta["environment"])
@@ -231,6 +233,20 @@ def _refuse_later_checkpoints(root: Path, path: Path, step: int) -> None:
             consequence="the steps after it could not be saved; nothing was loaded",
             nearest="another run.dir for this run, or run.resume='auto' to continue the one that is there",
         )
+
+
+def _refuse_compressed(reader: CheckpointReader, path: Path) -> None:
+    """Raise CheckpointError for the folder of a pruned or quantized model, which has no state of a training run."""
+    if "compression" not in reader.meta:
+        return
+    folder = path.parent.parent
+    raise CheckpointError(
+        given=f"run.dir {str(folder)!r}, the folder of a compressed model ({reader.meta['compression']['what']})",
+        rule="a run is resumed with the state of its optimizer and loader; this folder has a model alone",
+        consequence="nothing was loaded and nothing was changed",
+        nearest=f"a new run with its weights: --set model.weights={folder} --set run.dir=NEW; where its config.toml has "
+        "model.pretrained, --set run.dir=NEW alone",
+    )
 
 
 def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +31,10 @@ _TASK_FIELDS: Final = (
 )
 _UNNAMED: Final = re.compile(r"LABEL_\d+")  # how transformers names classes without names
 _MAX_SHOWN: Final = 80
+_SETTING: Final = "distill.teacher"
+_SAME_TASK: Final = (
+    "a teacher that was trained on the same columns, classes and tokenizer, or those of the teacher here"
+)
 
 
 def load_teacher(config: RunConfig, tokenizer: Tokenizer | None, world: World) -> nn.Module:
@@ -61,7 +63,7 @@ def load_teacher(config: RunConfig, tokenizer: Tokenizer | None, world: World) -
     own = find_tokenizer(teacher)
     _require_equal(given, [*_task_differences(config, teacher), *_tokenizer_differences(tokenizer, own)])
     model, _ = load_model(teacher, own, world, None)
-    _require_equal(given, _vocabulary_differences(config, tokenizer, model))
+    _require_equal_vocabulary(config, tokenizer, model)
     return model
 
 
@@ -85,8 +87,7 @@ def _pretrained_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Mo
 
     given, task = config.distill.teacher, config.task
     cache = source_copies(config)
-    with _named_as_teacher():
-        contents = check_folder(given, task.kind, cache)
+    contents = check_folder(given, task.kind, cache, setting=_SETTING)
     if task.has_classes:
         names = [
             str(name) for _, name in sorted(contents.config.get("id2label", {}).items(), key=lambda item: int(item[0]))
@@ -98,55 +99,43 @@ def _pretrained_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Mo
     own = load_tokenizer(str(file)) if tokenizer is not None and os.path.isfile(file) else None
     _require_equal(given, _tokenizer_differences(tokenizer, own))
     padding = tokenizer.padding if tokenizer else None
-    with _named_as_teacher():
-        model = load_pretrained(given, task, LoraOptions(), padding=padding, cache=cache, may_have_new_head=False)
-    _require_equal(given, _vocabulary_differences(config, tokenizer, model))
+    model = load_pretrained(
+        given, task, LoraOptions(), padding=padding, cache=cache, may_have_new_head=False, setting=_SETTING
+    )
+    _require_equal_vocabulary(config, tokenizer, model)
     return model
 
 
-@contextmanager
-def _named_as_teacher() -> Generator[None]:
-    """Inside, errors about ``model.pretrained`` are about ``distill.teacher``."""
-    try:
-        yield
-    except ConfigError as error:
-        texts = ("given", "nearest")
-        raise ConfigError(
-            *(
-                replace(
-                    each, **{name: getattr(each, name).replace("model.pretrained", "distill.teacher") for name in texts}
-                )
-                for each in error.problems
-            )
-        ) from error
-
-
 def _task_differences(config: RunConfig, teacher: RunConfig) -> Iterator[str]:
-    mine, its = config.task, teacher.task
+    student = config.task
     for name in _TASK_FIELDS:
-        yield from _differences(f"task.{name}", getattr(mine, name), getattr(its, name))
-    if mine.kind == "image":
+        yield from _differences(f"task.{name}", getattr(student, name), getattr(teacher.task, name))
+    if student.kind == "image":
         yield from _differences("image.color", config.image.color, teacher.image.color)
 
 
-def _tokenizer_differences(mine: Tokenizer | None, its: Tokenizer | None) -> Iterator[str]:
-    if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
-        yield f"the tokenizer {mine.name!r} with {mine.vocab_size} tokens here, {its.name!r} with {its.vocab_size} there"
+def _tokenizer_differences(student: Tokenizer | None, teacher: Tokenizer | None) -> Iterator[str]:
+    if student is not None and teacher is not None and student.fingerprint != teacher.fingerprint:
+        yield (
+            f"the tokenizer {student.name!r} with {student.vocab_size} tokens here, {teacher.name!r} with "
+            f"{teacher.vocab_size} there"
+        )
 
 
-def _vocabulary_differences(config: RunConfig, tokenizer: Tokenizer | None, teacher: nn.Module) -> Iterator[str]:
-    """Rows of the tables of tokens or categories, where both are known and must be equal."""
+def _require_equal_vocabulary(config: RunConfig, tokenizer: Tokenizer | None, teacher: nn.Module) -> None:
+    """Raise ConfigError for tables of tokens or categories with other rows, where both are known and must be equal."""
     if config.model.pretrained or has_own_data(config) or config.task.kind not in (*LANGUAGE_MODELS, "table"):
         return
     sizes: Any = getattr(teacher, "options", None) or getattr(teacher, "config", None)
-    its = getattr(sizes, "vocab_size", None)
-    if isinstance(config.components.model, str) and its is not None:
-        yield from _differences("model.vocab_size", vocab_size(config, tokenizer), its)
+    teacher_size = getattr(sizes, "vocab_size", None)
+    if isinstance(config.components.model, str) and teacher_size is not None:
+        differences = _differences("model.vocab_size", vocab_size(config, tokenizer), teacher_size)
+        _require_equal(config.distill.teacher, differences, nearest=f"model.vocab_size={teacher_size}")
 
 
-def _differences(name: str, mine: Any, its: Any) -> Iterator[str]:
-    if mine != its:
-        yield f"{name} {_shown(mine)} here, {_shown(its)} there"
+def _differences(name: str, student: Any, teacher: Any) -> Iterator[str]:
+    if student != teacher:
+        yield f"{name} {_shown(student)} here, {_shown(teacher)} there"
 
 
 def _shown(value: Any) -> str:
@@ -154,21 +143,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
-def _require_equal(given: str, differences: Iterator[str] | list[str]) -> None:
+def _require_equal(given: str, differences: Iterable[str], *, nearest: str = _SAME_TASK) -> None:
     """Raise ConfigError for a teacher that sees or says something else than the student."""
-    found = list(differences)
-    if not found:
-        return
-    sizes = [
-        text.partition(" here, ")[2].removesuffix(" there") for text in found if text.startswith("model.vocab_size")
-    ]
-    raise _refused(
-        f"distill.teacher {given!r} with other inputs or outputs than this run: {'; '.join(found)}",
-        "teacher and student see the same inputs, and have an output for each of the same classes or tokens",
-        f"model.vocab_size={sizes[0]}"
-        if sizes and len(found) == 1
-        else "a teacher that was trained on the same columns, classes and tokenizer, or those of the teacher here",
-    )
+    if found := list(differences):
+        raise _refused(
+            f"distill.teacher {given!r} with other inputs or outputs than this run: {'; '.join(found)}",
+            "teacher and student see the same inputs, and have an output for each of the same classes or tokens",
+            nearest,
+        )
 
 
 def _refused(given: str, rule: str, nearest: str) -> ConfigError:
