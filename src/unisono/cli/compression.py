@@ -61,7 +61,8 @@ def takes_source(function: F) -> F:
         click.option(
             "--max-drop",
             type=FiniteRange(min=0),
-            help="Write nothing, and exit with 1, if the metric is worse than before by more than this fraction of it.",
+            help="Write nothing, and exit with 1, if the metric is worse by more than this fraction of its value before: a loss "
+            "that rises, a score that falls.",
         ),
         click.option("--metric", default="loss", show_default=True, help="The metric that --max-drop is about."),
         click.option(
@@ -121,20 +122,22 @@ def compress(
     from unisono.train.trained import trained_run
 
     with trained_run(resolved.value, checkpoint, held_out_only=False, untrained=not is_run) as run:
+        _check_metric(run, metric)
         made = change(run, resolved)
         comparison = compare(run, run.model, made.model, samples=samples)
-        if metric not in comparison.before.evaluation:
-            raise ConfigError(
-                given=f"--metric {metric}",
-                rule=f"the evaluation has {', '.join(comparison.before.evaluation)}",
-                consequence="nothing was written",
-                nearest=nearest_name(metric, comparison.before.evaluation),
-            )
         drop = comparison.worsening(metric)
         refused = max_drop is not None and not drop <= max_drop  # also for NaN
         record = {"what": made.what, **made.record}
         if not refused:
-            write_result(out, run, made.resolved, made.model, comparison=comparison, record=record)
+            write_result(
+                out,
+                run,
+                made.resolved,
+                made.model,
+                source_hash=resolved.hash,
+                comparison=comparison,
+                record=record,
+            )
     result = {
         "source": source,
         "out": None if refused else str(out),
@@ -150,6 +153,23 @@ def compress(
     )
     print_result(as_json, result, [f"{source}: {made.what}", *made.lines, *comparison.rows(), end])
     return int(refused)
+
+
+def _check_metric(run: TrainedRun, metric: str) -> None:
+    """Refuse a metric that the evaluation does not have, before any work. One sample tells the names, also of a metric's parts."""
+    names = ["loss"] if metric == "loss" else list(run.evaluate(run.model, 1))
+    if metric not in names:
+        raise ConfigError(
+            given=f"--metric {metric}",
+            rule=f"the evaluation has {', '.join(names)}",
+            consequence="nothing was compressed",
+            nearest=nearest_name(metric, names),
+        )
+
+
+def calibration_source(run: TrainedRun) -> str:
+    """What calibration reads: a script's run has no other samples than those of ``--data``."""
+    return "samples of --data, which also judge the result" if run.trains_on_held_out else "training samples"
 
 
 def _of_run(source: str, overrides: Sequence[str], code: Mapping[str, Any]) -> Resolved[RunConfig]:

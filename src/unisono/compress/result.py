@@ -33,7 +33,7 @@ from unisono.train.whole_model import saved_names
 
 RECORD_FILE: Final = "compression.json"
 EXPORT_FOLDER: Final = "export"
-_NOT_ON_CARD: Final = ("what", "source", "figures", "sensitivity", "kept_heads")
+_NOT_ON_CARD: Final = ("what", "source", "figures", "layers", "sensitivity", "kept_heads")
 
 
 def write_result(
@@ -42,6 +42,7 @@ def write_result(
     resolved: Resolved[RunConfig],
     model: nn.Module,
     *,
+    source_hash: str,
     comparison: Comparison,
     record: Mapping[str, Any],
 ) -> None:
@@ -52,6 +53,7 @@ def write_result(
         run: The run that the model is of.
         resolved: The configuration of the compressed model.
         model: The model.
+        source_hash: Hash of the run's configuration, of which the model was made.
         comparison: The figures before and after.
         record: What was done, as JSON types; ``what`` is a line about it.
 
@@ -62,7 +64,7 @@ def write_result(
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     config = replace(resolved.value, run=replace(resolved.value.run, dir=str(out)))
     resolved = resolved.updated(config, ["run.dir"], "--out")
-    source = {"run": run.config.run.dir, "step": run.step, "config": resolved.hash}
+    source = {"run": run.config.run.dir, "step": run.step, "config": source_hash}
     facts = {"source": source, **record, "figures": comparison.as_json()}
     try:
         make_folder(target.parent)
@@ -128,7 +130,7 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
     lines += [
         "",
         f"Held-out samples of the run. A forward pass of {comparison.micro_batch} samples on {comparison.device} took "
-        f"{comparison.latency_ratio:.2f} of the time before, on the machine that made it.",
+        f"{comparison.latency_ratio:.2f} times as long as before, on the machine that made it.",
     ]
     return "\n".join(lines) + "\n"
 

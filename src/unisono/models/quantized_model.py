@@ -28,6 +28,7 @@ from unisono.models.quantized import (
     Stored,
     form_of,
 )
+from unisono.models.weight_reads import reader_of
 
 _LINEAR = (nn.Linear, AwareLinear)
 _CONVOLUTIONS = (nn.Conv2d, AwareConv2d)
@@ -72,6 +73,8 @@ def select_layers(model: nn.Module, options: QuantizeOptions, *, convolutions: b
             kept[name] = f"quantize.skip {pattern!r}"
         elif reason := _not_covered(module, options.scheme, convolutions):
             kept[name] = reason
+        elif reader := reader_of(model, name):
+            kept[name] = f"its weight is read by {reader}"
         else:
             weights[name] = weight
     _check_patterns(options.skip, list(layers))
