@@ -156,7 +156,7 @@ def compress(
 
 
 def _check_metric(run: TrainedRun, metric: str) -> None:
-    """Refuse a metric that the evaluation does not have, before any work. One sample tells the names, also of a metric's parts."""
+    """Refuse a metric that the evaluation does not have. One sample tells the names, also of a metric's parts."""
     names = ["loss"] if metric == "loss" else list(run.evaluate(run.model, 1))
     if metric not in names:
         raise ConfigError(

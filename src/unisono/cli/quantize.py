@@ -43,8 +43,8 @@ _CALIBRATION_SAMPLES = 128
 @click.option(
     "--calibration-samples",
     type=click.IntRange(min=1),
-    help=f"int8_static: training samples that calibrate the scales of activations; by default {_CALIBRATION_SAMPLES}. Of a Python "
-    "script's run they are from --data.",
+    help="int8_static: training samples that calibrate the scales of activations; of a Python script's run they are from --data. "
+    f"By default {_CALIBRATION_SAMPLES}.",
 )
 @click.option(
     "--percentile",

@@ -61,7 +61,7 @@ class Comparison:
     micro_batch: int
 
     def worsening(self, metric: str) -> float:
-        """How much worse ``metric`` is after, over its size before: of a loss its rise, of a score its fall; below 0 if better."""
+        """How much worse ``metric`` is after, over its value before: of a loss its rise, of a score its fall; < 0 if better."""
         before, after = self.before.evaluation[metric], self.after.evaluation[metric]
         change = before - after if metric_family(metric) in HIGHER_IS_BETTER else after - before
         return change / max(abs(before), 1e-12)
@@ -96,7 +96,7 @@ def _row(name: str, before: float, after: float, form: str) -> str:
 
 
 def metric_family(metric: str) -> str:
-    """The name of a metric without its parameters: ``f1`` of ``f1:10``, ``top`` of ``top5``."""
+    """The family of a metric, its name without parameters: ``f1`` of ``f1:10``, ``top`` of ``top5``."""
     return metric.split(":")[0].split("/")[0].rstrip("0123456789") if not metric.startswith("f1") else "f1"
 
 

@@ -131,7 +131,8 @@ def weight_scores(
 def input_norms(run: TrainedRun, model: nn.Module, names: Sequence[str], samples: int) -> dict[str, Tensor]:
     """The norm, over training samples, of each input of the layers of the weights ``names``: [I], of experts [E, I].
 
-    Arguments as for ``weight_scores``.
+    Arguments as for ``weight_scores``. Of a layer whose forward pass is not called, such as the output projection of torch's
+    ``nn.MultiheadAttention``, all are 1: its weights are compared by magnitude.
     """
     totals: dict[str, Tensor] = {}
 
@@ -164,6 +165,10 @@ def input_norms(run: TrainedRun, model: nn.Module, names: Sequence[str], samples
             handle.remove()
         for layer in replaced:
             del layer.hidden
+    for name in names:
+        if name not in totals:
+            weight = model.get_parameter(name)
+            totals[name] = torch.ones(weight.shape[1], dtype=torch.float64, device=weight.device)
     return {name: totals[name].sqrt() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""A trial of a model that is trained with rounded numbers: whether its code can do with stored layers, as it is rounded nowhere else."""
+"""A trial of a model that is to be trained with rounded numbers: whether its code can do with stored layers."""
 
 from __future__ import annotations
 
