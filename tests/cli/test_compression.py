@@ -26,6 +26,39 @@ def test_settings_that_do_not_fit_a_run_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_metric_that_is_not_there_is_refused_before_any_work(
+    desk: Desk, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unisono.compress import figures, quantize
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work before the check")
+
+    monkeypatch.setattr(quantize, "quantize_model", work)
+    monkeypatch.setattr(figures, "compare", work)
+    refused = desk.here(*QUANTIZE, str(trained), f"--out={tmp_path / 'out'}", "--metric=accurcy")
+    assert (refused.code, "did you mean 'accuracy'?" in refused.err) == (2, True), refused.err
+    assert "nothing was compressed" in refused.err
+
+
+def test_the_limit_is_a_rise_of_a_loss_and_a_fall_of_a_score() -> None:
+    from unisono.compress.figures import Comparison, Figures
+
+    def figures(**evaluation: float) -> Figures:
+        return Figures(evaluation=evaluation, stored_bytes=1, peak_bytes=1, latency_s=1.0)
+
+    comparison = Comparison(
+        before=figures(loss=2.0, accuracy=0.5),
+        after=figures(loss=2.5, accuracy=0.4),
+        latency_ratio=1.0,
+        latency_quartiles=(1.0, 1.0),
+        device="cpu",
+        micro_batch=1,
+    )
+    assert comparison.worsening("loss") == pytest.approx(0.25)
+    assert comparison.worsening("accuracy") == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("arguments", [("--best",), ("--checkpoint=x",), ("--model=mine.py:Net",)])
 def test_what_is_of_a_run_is_refused_with_a_folder(
     desk: Desk, trained: Path, tmp_path: Path, arguments: tuple[str, ...]

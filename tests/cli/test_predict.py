@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import signal
@@ -383,7 +384,7 @@ def test_a_broken_image_is_marked(desk: Desk, run: Run, tmp_path: Path) -> None:
     [
         (["--out=a.txt"], ".jsonl, .parquet, .rec"),
         (["--out=there.jsonl"], "a file that exists is not overwritten"),
-        (["--json"], "--json without --out"),
+        (["--json"], "predict already prints JSON lines; --json needs --out"),
         (["--top-k=2"], "--top-k 2 for predictions of number"),
         (["--threshold=0.2"], "--threshold 0.2 for predictions of number"),
         (["--collate-fn=a.py:f"], "--collate-fn a.py:f with INPUT"),
@@ -442,6 +443,23 @@ def test_each_line_of_standard_input_is_answered_at_once(desk: Desk, run: Run) -
             assert answer["number"] == pytest.approx(rows[number]["number"], rel=1e-6)
         process.stdin.close()
         assert process.wait(timeout=60) == 0
+
+
+def test_an_empty_line_is_no_path_of_an_image(desk: Desk, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, data = run("image")
+    path = next(data.rglob("*.png"))
+
+    def given() -> Any:
+        return type("Input", (), {"buffer": io.BytesIO(f"{path}\n\n{path}\n".encode())})
+
+    monkeypatch.setattr(sys, "stdin", given())
+    refused = desk.here("predict", str(run_dir), "-")
+    assert refused.code == 2
+    assert "-:2: an empty line" in refused.err
+    monkeypatch.setattr(sys, "stdin", given())
+    marked = rows_of(desk.here("predict", str(run_dir), "-", "--on-error=mark"))
+    assert [row["row"] for row in marked] == [1, 2, 3]
+    assert marked[1]["error"].startswith("an empty line")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])

@@ -78,7 +78,12 @@ def test_the_result_is_a_run_that_computes_what_was_measured(
         for name in (*(f"attention.{each}" for each in ("q", "k", "v", "out")), "ffn.gate", "ffn.up", "ffn.down")
     ]
     assert record["kept"][0]["reason"] == "a table of embeddings"
-    assert "int" in (out / "export/README.md").read_text()
+    source = load_run(str(trained)).hash
+    assert record["source"]["config"] == source
+    card = (out / "export/README.md").read_text()
+    assert "int" in card
+    assert f"- configuration: `{source}`" in card
+    assert "- layers:" not in card
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -273,6 +278,7 @@ def test_what_is_quantized_already(desk: Desk, trained: Path, tmp_path: Path) ->
     done = desk.here("quantize", str(tmp_path / "out"), f"--out={tmp_path / 'again'}")
     assert done.code == 2
     assert "a source that has int8 weights already" in done.err
+    assert "a quantized model cannot be quantized again" in done.err
     before = sorted((tmp_path / "out").rglob("*"))
     trains = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'out'}", "--set=train.steps=8")
     assert trains.code == 2

@@ -105,7 +105,7 @@ def test_a_known_model_becomes_a_folder_of_transformers(desk: Desk, tmp_path: Pa
     assert (again.code, "is not overwritten" in again.err) == (2, True)
     text = desk.here(*command[:3], "--out", str(tmp_path / "other"), *command[5:]).out
     assert f"bottleneck ResNet of mindspore/models: 122 tensors of {source}" in text
-    assert "left out, as they are of an optimizer or count: global_step, learning_rate, momentum, moments" in text
+    assert "left out: state of the optimizer, and counters: global_step, learning_rate, momentum, moments" in text
 
 
 def test_all_families_can_be_asked_for() -> None:

@@ -337,5 +337,5 @@ def _import_model(source: Path, out: Path, family: str, settings: dict[str, str]
         }
     text = f"{model.label}: {len(model.tensors)} tensors of {source} written to {out}, as {result['architecture']}"
     if model.left_out:
-        text += f"; left out, as they are of an optimizer or count: {listed(model.left_out, 200)}"
+        text += f"; left out: state of the optimizer, and counters: {listed(model.left_out, 200)}"
     print_result(as_json, result, printable(text))

@@ -63,7 +63,8 @@ def takes_source(function: F) -> F:
         click.option(
             "--max-drop",
             type=FiniteRange(min=0),
-            help="Write nothing, and exit with 1, if the metric is worse than before by more than this fraction of it.",
+            help="Write nothing, and exit with 1, if the metric is worse by more than this fraction of its value before: a loss "
+            "that rises, a score that falls.",
         ),
         click.option("--metric", default="loss", show_default=True, help="The metric that --max-drop is about."),
         click.option(
@@ -120,14 +121,6 @@ def compress(
         code: Code of a Python script's run, as ``read_code`` takes it.
     """
     check_output("--out", out, consequence="nothing was compressed")
-    maximize = larger_is_better(metric) if maximize is None else maximize
-    if maximize is None:
-        raise ConfigError(
-            given=f"--metric {metric}, which is no built-in metric",
-            rule="how much worse a model is depends on whether its metric is to be large or small",
-            consequence="nothing was compressed",
-            nearest=f"--metric {metric} --maximize, or --minimize",
-        )
     is_run = os.path.lexists(Path(source) / RUN_FILE) or not os.path.isfile(Path(source) / "config.json")
     if is_run:
         resolved = _of_run(source, overrides, read_code(**code))
@@ -139,21 +132,23 @@ def compress(
     from unisono.train.trained import trained_run
 
     with trained_run(resolved.value, checkpoint, held_out_only=False, untrained=not is_run) as run:
+        _check_metric(run, metric)
+        maximize = _direction(metric) if maximize is None else maximize
         made = change(run, resolved)
         comparison = compare(run, run.model, made.model, samples=samples)
-        if metric not in comparison.before.evaluation:
-            raise ConfigError(
-                given=f"--metric {metric}",
-                rule=f"the evaluation has {', '.join(comparison.before.evaluation)}",
-                consequence="nothing was written",
-                nearest=nearest_name(metric, comparison.before.evaluation),
-            )
         drop = comparison.worsening(metric, maximize=maximize)
         refused = max_drop is not None and not drop <= max_drop  # also for NaN
         record = {"what": made.what, **made.record}
         if not refused:
-            written = _without_own_metrics(made.resolved, code)
-            write_result(out, run, written, made.model, comparison=comparison, record=record)
+            write_result(
+                out,
+                run,
+                _without_own_metrics(made.resolved, code),
+                made.model,
+                source_hash=resolved.hash,
+                comparison=comparison,
+                record=record,
+            )
     result = {
         "source": source,
         "out": None if refused else str(out),
@@ -171,6 +166,23 @@ def compress(
     return int(refused)
 
 
+def _check_metric(run: TrainedRun, metric: str) -> None:
+    """Refuse a metric that the evaluation does not have. One sample tells the names, also of a metric's parts."""
+    names = ["loss"] if metric == "loss" else list(run.evaluate(run.model, 1))
+    if metric not in names:
+        raise ConfigError(
+            given=f"--metric {metric}",
+            rule=f"the evaluation has {', '.join(names)}",
+            consequence="nothing was compressed",
+            nearest=nearest_name(metric, names),
+        )
+
+
+def calibration_source(run: TrainedRun) -> str:
+    """What calibration reads: a script's run has no other samples than those of ``--data``."""
+    return "samples of --data, which also judge the result" if run.trains_on_held_out else "training samples"
+
+
 def _of_run(source: str, overrides: Sequence[str], code: Mapping[str, Any]) -> Resolved[RunConfig]:
     require_run(source)
     if overrides:
@@ -181,6 +193,19 @@ def _of_run(source: str, overrides: Sequence[str], code: Mapping[str, Any]) -> R
             nearest="leave --set out",
         )
     return load_run(source, **code)
+
+
+def _direction(metric: str) -> bool:
+    """Whether ``metric`` is better the larger it is. Raises ConfigError for one that is not built in."""
+    known = larger_is_better(metric)
+    if known is None:
+        raise ConfigError(
+            given=f"--metric {metric}, which is no built-in metric",
+            rule="how much worse a model is depends on whether its metric is to be large or small",
+            consequence="nothing was compressed",
+            nearest=f"--metric {metric} --maximize, or --minimize",
+        )
+    return known
 
 
 def _without_own_metrics(resolved: Resolved[RunConfig], code: Mapping[str, Any]) -> Resolved[RunConfig]:

@@ -104,9 +104,7 @@ def command(
     if collate_fn is not None and not is_code:
         raise _inert(f"--collate-fn {collate_fn} with INPUT {given}", "it makes batches of a data set FILE.py:NAME")
     if as_json and out is None:
-        raise _inert(
-            "--json without --out", "predictions are on standard output, where no other JSON object fits", "--out"
-        )
+        raise _inert("--json without --out", "predict already prints JSON lines; --json needs --out", "--out FILE")
     if out is not None:
         check_output("--out", out, consequence="nothing was predicted")
     code = read_code(model=model, data=given if is_code else None, collate_fn=collate_fn, objective=objective)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import FiniteRange, common_options
-from unisono.cli.compression import Compressed, compress, takes_source
+from unisono.cli.compression import Compressed, calibration_source, compress, takes_source
 from unisono.config import Resolved
 from unisono.errors import ConfigError
 from unisono.train.config import RunConfig
@@ -57,7 +57,7 @@ _FRACTION = FiniteRange(min=0, max=1, max_open=True)
     type=click.IntRange(min=1),
     default=128,
     show_default=True,
-    help="Training samples for activations and gradients.",
+    help="Training samples for activations and gradients. Of a Python script's run they are from --data.",
 )
 @click.option(
     "--skip",
@@ -106,6 +106,9 @@ def command(
             sensitivity_samples=source["samples"] if sensitivity else None,
             out=Path(source["out"]),
         )
+        if criterion != "magnitude":
+            pruned.record["calibration"] = {"samples": calibration_samples, "source": calibration_source(run)}
+            pruned.lines.append(f"what matters least: by {criterion} on {calibration_source(run)}")
         return Compressed(
             model=pruned.model,
             resolved=pruned.resolved,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from unisono.cli.common import FiniteRange, common_options
-from unisono.cli.compression import Compressed, compress, takes_source
+from unisono.cli.compression import Compressed, calibration_source, compress, takes_source
 from unisono.config import Resolved
 from unisono.errors import ConfigError
 from unisono.models.quantize_options import Backend, QuantizeOptions, Scheme
@@ -31,14 +31,14 @@ _CALIBRATION_SAMPLES = 128
 @click.option(
     "--scheme",
     type=click.Choice(list(SCHEMES)),
-    help="What has few bits; by default int8, or the scheme of quantization-aware training.",
+    help="What is quantized; by default int8, or the scheme of quantization-aware training.",
 )
 @click.option("--group-size", type=click.IntRange(min=8), help="int4: weights that share a scale; by default 32.")
 @click.option(
     "--skip",
     multiple=True,
     metavar="PATTERN",
-    help="Layers that stay as they are, beside those next to inputs and outputs.",
+    help="More layers to leave unquantized (the first and last always are).",
 )
 @click.option(
     "--backend",
@@ -50,7 +50,8 @@ _CALIBRATION_SAMPLES = 128
 @click.option(
     "--calibration-samples",
     type=click.IntRange(min=1),
-    help=f"int8_static: training samples that the scales of activations are from; by default {_CALIBRATION_SAMPLES}.",
+    help="int8_static: training samples that calibrate the scales of activations; of a Python script's run they are from --data. "
+    f"By default {_CALIBRATION_SAMPLES}.",
 )
 @click.option(
     "--percentile",
@@ -97,11 +98,13 @@ def command(
         if options.scheme == "int4":
             what, record["group_size"] = f"{what} in groups of {options.group_size}", options.group_size
         if options.scheme == "int8_static":
-            record["calibration"] = asdict(calibration)
+            record["calibration"] = {**asdict(calibration), "source": calibration_source(run)}
         lines = list(made.rows())
         if backend == "torchao":
             what, record["backend"] = f"{what}, computed by torchao", backend
             lines.append(torchao_row(stored_layers(made.model), run.device))
+        if options.scheme == "int8_static":
+            lines.append(f"scales of activations: from {calibration_source(run)}")
         if sensitivity:
             found = sensitivities(run, options, made, given["samples"])
             record["sensitivity"] = [asdict(each) for each in found]
@@ -125,7 +128,7 @@ def _options(
     if not of_run.aware:
         raise ConfigError(
             given=f"a source that has {SCHEMES[of_run.scheme]} already",
-            rule="weights are rounded once, from floating point",
+            rule="a quantized model cannot be quantized again",
             consequence="nothing was quantized",
             nearest="the run that it was made from",
         )

@@ -62,7 +62,7 @@ class Comparison:
     num_held_out: int
 
     def worsening(self, metric: str, *, maximize: bool) -> float:
-        """How much worse ``metric`` is after, relative to before; below 0 if it is better.
+        """How much worse ``metric`` is after, over its value before: of a loss its rise, of a score its fall; < 0 if better.
 
         ``maximize``: it is better the larger it is.
         """

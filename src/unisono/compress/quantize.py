@@ -15,6 +15,7 @@ from unisono.errors import ConfigError
 from unisono.models.quantize_options import QuantizeOptions
 from unisono.models.quantized import ACTIVATION_STEPS, Stored, from_integers, scale_of, store, unpack
 from unisono.models.quantized_model import make_stored, select_layers, store_layer
+from unisono.models.weight_reads import refuse_reads
 from unisono.train.build import has_quantized_convolutions
 from unisono.train.objectives import Batch
 from unisono.train.trained import TrainedRun
@@ -28,7 +29,7 @@ class Calibration:
     """How the scales of static activations are found.
 
     Attributes:
-        samples: Training samples whose inputs of each layer are seen; at most an epoch.
+        samples: Samples of ``TrainedRun.training_batches`` whose inputs of each layer are seen; at most an epoch.
         percentile: Percent of a layer's inputs that its scale spans; the others are cut. 100 = all of them.
     """
 
@@ -104,7 +105,8 @@ def quantize_model(run: TrainedRun, options: QuantizeOptions, calibration: Calib
         calibration: For static activations.
 
     Raises:
-        ConfigError: No layer is left, a pattern matches none, a group does not fit, or a weight or an input is not finite.
+        ConfigError: No layer is left, a pattern matches none, a group does not fit, a weight or an input is not finite, no sample
+            reaches a layer with static activations, or the model's code reads the weight of a layer itself.
     """
     convolutions = has_quantized_convolutions(run.config)
     model = copy.deepcopy(run.model)
@@ -112,13 +114,18 @@ def quantize_model(run: TrainedRun, options: QuantizeOptions, calibration: Calib
     selection = select_layers(run.model, options, convolutions=convolutions)
     for name, weight in selection.weights.items():
         _require_finite(name, "weight", weight)
+    is_static = options.scheme == "int8_static"
+    for name, layer in stored.items():
+        store(layer, selection.weights[name], torch.ones(1) if is_static else None)
+    _try(run, model)
     scales: Mapping[str, Tensor] = {}
-    if options.scheme == "int8_static":
+    if is_static:
         scales = _input_scales(run, list(selection.weights), calibration)
     layers: list[LayerFacts] = []
     for name, layer in stored.items():
         weight = selection.weights[name]
-        store(layer, weight, scales.get(name))
+        if name in scales:
+            store(layer, weight, scales[name])
         layers.append(
             LayerFacts(
                 name=name,
@@ -132,6 +139,13 @@ def quantize_model(run: TrainedRun, options: QuantizeOptions, calibration: Calib
     return QuantizedModel(
         model=model, layers=tuple(layers), kept=tuple(_kept(run.model, selection.weights, selection.kept))
     )
+
+
+@torch.no_grad()
+def _try(run: TrainedRun, model: nn.Module) -> None:
+    """Raise ConfigError if the code of ``model`` reads weights that are not there any more. One pass of a micro-batch."""
+    with refuse_reads(model, consequence="nothing could compute with the model; nothing was written", skip="--skip"):
+        run.forward_backward(model).evaluate([run.held_out_batch()], _no_more)
 
 
 def sensitivities(
@@ -176,30 +190,45 @@ def _kept(model: nn.Module, chosen: Mapping[str, Tensor], kept: Mapping[str, str
     for name, tensor in model.state_dict(keep_vars=True).items():
         if first[name] == name and id(tensor) not in stored:
             layer = name if name in kept else name.rpartition(".")[0]
-            reason = kept.get(layer) or ("a table of embeddings" if layer in tables else "biases, norms and others")
+            reason = kept.get(layer) or ("a table of embeddings" if layer in tables else _other(model, layer, tensor))
             reasons.setdefault(reason, []).append(tensor.nbytes)
     for reason, sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
         yield KeptFacts(reason=reason, tensors=len(sizes), bytes=sum(sizes))
+
+
+def _other(model: nn.Module, layer: str, tensor: Tensor) -> str:
+    """Why a tensor of the module ``layer`` is kept: matrices are named by the kind of module that has them."""
+    if tensor.dim() < 2:
+        return "biases, norms and others"
+    modules = dict(model.named_modules())
+    owner, parent = modules.get(layer, model), modules.get(layer.rpartition(".")[0])
+    owner = parent if isinstance(parent, nn.MultiheadAttention) else owner  # its out_proj is a part of it
+    return f"weights of {type(owner).__name__}, which no scheme covers"
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
 def _input_scales(run: TrainedRun, names: list[str], calibration: Calibration) -> dict[str, Tensor]:
-    """The scale [1] of the inputs of each layer, from training samples."""
-    largest = {name: torch.zeros((), device=run.device) for name in names}
+    """The scale [1] of the inputs of each layer. Raises ConfigError for a layer that no sample reaches."""
+    largest: dict[str, Tensor] = {}
 
     def note_largest(name: str, x: Tensor) -> None:
-        largest[name] = torch.maximum(largest[name], x.abs().amax())
+        if x.numel():
+            found = x.abs().amax()
+            largest[name] = torch.maximum(largest[name], found) if name in largest else found
 
     _watch(run, names, calibration.samples, note_largest)
-    for name, value in largest.items():
-        _require_finite(name, "input", value)
+    for name in names:
+        if name not in largest:
+            raise _unreached(name, calibration.samples)
+        _require_finite(name, "input", largest[name])
     if calibration.percentile < 100:
-        counts = {name: torch.zeros(_BINS, device=run.device) for name in names}
+        counts = {name: torch.zeros(_BINS, dtype=torch.int64, device=run.device) for name in names}
 
         def count(name: str, x: Tensor) -> None:
-            counts[name] += torch.histc(x.abs(), _BINS, 0, max(float(largest[name]), 1e-30))
+            bins = (x.abs() * (_BINS / max(float(largest[name]), 1e-30))).long().clamp(max=_BINS - 1)
+            counts[name] += torch.bincount(bins.flatten(), minlength=_BINS)  # torch.histc stops at 2^24 in float32
 
         _watch(run, names, calibration.samples, count)
         for name, found in counts.items():
@@ -207,6 +236,15 @@ def _input_scales(run: TrainedRun, names: list[str], calibration: Calibration) -
             place = int((below < calibration.percentile / 100).sum())
             largest[name] = largest[name] * (min(place, _BINS - 1) + 1) / _BINS
     return {name: scale_of(value, ACTIVATION_STEPS).reshape(1) for name, value in largest.items()}
+
+
+def _unreached(name: str, samples: int) -> ConfigError:
+    return ConfigError(
+        given=f"the layer {name}, which none of {samples} calibration samples reaches",
+        rule="static activations have the scale of the inputs that the layer had",
+        consequence="its scale would be a guess; nothing was written",
+        nearest=f"more --calibration-samples, --skip {name!r}, or --scheme int8_dynamic",
+    )
 
 
 def _watch(run: TrainedRun, names: list[str], samples: int, see: Any) -> None:
@@ -219,15 +257,16 @@ def _watch(run: TrainedRun, names: list[str], samples: int, see: Any) -> None:
 
         return of_layer
 
-    def no_more(_number: int, _outputs: Any, _batch: Batch) -> None:
-        """The outputs are not needed."""
-
     with ExitStack() as stack, torch.no_grad():
         for name in names:
             handle = run.model.get_submodule(name).register_forward_pre_hook(hook(name))
             stack.callback(handle.remove)
         for batch in run.training_batches(samples):
-            passes.evaluate([batch], no_more)
+            passes.evaluate([batch], _no_more)
+
+
+def _no_more(_number: int, _outputs: Any, _batch: Batch) -> None:
+    """The outputs are not needed."""
 
 
 def _require_finite(name: str, what: str, tensor: Tensor) -> None:

@@ -24,6 +24,7 @@ from unisono.compress.figures import Comparison
 from unisono.config import Resolved
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError
+from unisono.sanitize import printable
 from unisono.storage.directory import make_folder
 from unisono.storage.files import FOLDER_MODE, os_reason, write_atomically
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
@@ -34,7 +35,9 @@ from unisono.train.whole_model import saved_names
 
 RECORD_FILE: Final = "compression.json"
 EXPORT_FOLDER: Final = "export"
-_NOT_ON_CARD: Final = ("what", "source", "figures", "sensitivity", "kept_heads")
+_NOT_ON_CARD: Final = (
+    *("what", "source", "figures", "layers", "sensitivity", "kept_heads", "kept_dense", "by_magnitude"),
+)
 
 
 def write_result(
@@ -43,6 +46,7 @@ def write_result(
     resolved: Resolved[RunConfig],
     model: nn.Module,
     *,
+    source_hash: str,
     comparison: Comparison,
     record: Mapping[str, Any],
 ) -> None:
@@ -53,6 +57,7 @@ def write_result(
         run: The run that the model is of.
         resolved: The configuration of the compressed model.
         model: The model.
+        source_hash: Hash of the run's configuration, of which the model was made.
         comparison: The figures before and after.
         record: What was done, as JSON types; ``what`` is a line about it.
 
@@ -63,7 +68,7 @@ def write_result(
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     config = replace(resolved.value, run=replace(resolved.value.run, dir=str(out)))
     resolved = resolved.updated(config, ["run.dir"], "--out")
-    source = {"run": run.config.run.dir, "step": run.step, "config": resolved.hash}
+    source = {"run": run.config.run.dir, "step": run.step, "config": source_hash}
     facts = {"source": source, **record, "figures": comparison.as_json()}
     try:
         make_folder(target.parent)
@@ -111,6 +116,8 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
     """
     order: Mapping[str, Any] = run.meta.get("order", {})
     environment: Mapping[str, Any] = run.meta.get("environment", {})
+    # a code span, which neither Markdown nor HTML in a folder's name ends
+    name = f"`{printable(Path(run.config.run.dir).name).replace('`', chr(39))}`"
     lines = [
         "---",
         "library_name: unisono",
@@ -118,9 +125,9 @@ def model_card(run: TrainedRun, comparison: Comparison, facts: Mapping[str, Any]
         "- unisono",
         "---",
         "",
-        f"# {Path(run.config.run.dir).name}, {facts['what']}",
+        f"# {name}, {facts['what']}",
         "",
-        f"- model: `{type(run.model).__name__}`, step {run.step} of the run `{Path(run.config.run.dir).name}`",
+        f"- model: `{type(run.model).__name__}`, step {run.step} of the run {name}",
         f"- configuration: `{facts['source']['config']}`",
         *([f"- training data: `{order['data']}`"] if "data" in order else []),
         *([f"- plan of the training: `{json.dumps(_short(environment['plan']))}`"] if "plan" in environment else []),

@@ -191,7 +191,7 @@ def _sparse(
         dtype: Of the values.
         shape: Of the whole array.
         stored: Shape of the stored values.
-        values: They.
+        values: The stored values.
         indices: Of row-sparse arrays the rows; of CSR the begin of each row in the values, and the columns.
     """
     size = num_elements(shape, dtype.itemsize) * dtype.itemsize

@@ -57,7 +57,10 @@ def divergence_sum(
 
 @dataclass(frozen=True, slots=True)
 class _TeacherRows:
-    """The rows of a teacher, whose logits are computed a chunk at a time: ``rows`` are they if ``weight`` is None."""
+    """The rows of a teacher, whose logits are computed a chunk at a time.
+
+    ``rows`` are the logits themselves if ``weight`` is None.
+    """
 
     rows: Tensor
     weight: Tensor | None

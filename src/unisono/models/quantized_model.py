@@ -30,6 +30,7 @@ from unisono.models.quantized import (
     torch_product,
 )
 from unisono.models.quantized_torchao import check_torchao, torchao_product
+from unisono.models.weight_reads import reader_of
 
 _LINEAR = (nn.Linear, AwareLinear)
 _CONVOLUTIONS = (nn.Conv2d, AwareConv2d)
@@ -69,11 +70,13 @@ def select_layers(model: nn.Module, options: QuantizeOptions, *, convolutions: b
         if places[id(weight)] > 1:
             kept[name] = "shared with another layer"
         elif isinstance(model, GPT) and name == "head":
-            kept[name] = "the loss multiplies with it in parts"
+            kept[name] = "output layer, whose loss is computed in parts"
         elif pattern is not None:
             kept[name] = f"quantize.skip {pattern!r}"
         elif reason := _not_covered(module, options.scheme, convolutions):
             kept[name] = reason
+        elif reader := reader_of(model, name):
+            kept[name] = f"its weight is read by {reader}"
         else:
             weights[name] = weight
     _check_patterns(options.skip, list(layers))

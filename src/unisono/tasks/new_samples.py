@@ -99,7 +99,7 @@ def line_samples(lines: Iterable[bytes], file: str, task: TaskOptions) -> Iterat
         if reads_objects:
             read = partial(_of_object, line, Path(file), number, offset, partial(_columns, task, "", {}))
         elif task.kind == "image":
-            read = partial(_image_at, Path(os.fsdecode(line.rstrip(b"\r\n"))))
+            read = partial(_of_path_line, line)
         else:
             read = partial(_of_text_line, line, f"{file}: line {number}", *columns or ("text",))
         yield NewSample(file=file, row=number, read=read)
@@ -260,6 +260,13 @@ def _opened(corpus: Corpus, file: SourceFile, name: str) -> BinaryIO:
 def _whole_text(corpus: Corpus, file: SourceFile, name: str) -> Batch:
     with _opened(corpus, file, name) as opened:
         return _of_text(opened.read(), name, "text", is_python=name.endswith(".py"))
+
+
+def _of_path_line(line: bytes) -> Batch:
+    path = os.fsdecode(line.rstrip(b"\r\n"))
+    if not path.strip():
+        raise unreadable_error("an empty line", "each line is the path of an image", "a path in this line")
+    return _image_at(Path(path))
 
 
 def _of_text_line(line: bytes, place: str, entry: str) -> Batch:

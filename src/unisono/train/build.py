@@ -51,6 +51,7 @@ from unisono.train.metric_kinds import metric_classes
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
 from unisono.train.settings import function_name
+from unisono.train.stored_trial import checked_model
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -371,7 +372,7 @@ def build_trainer(
         builds_early: Whether a model that no rank shards is built now, with its values.
 
     Raises:
-        ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
+        ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object; see also ``checked_model``.
         DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
     check_quantize(config, plan)
@@ -380,7 +381,7 @@ def build_trainer(
     deferred = (plan.is_model_sharded or not builds_early) and not config.model.pretrained
     own_optimizer = _own_component("optimizer", config)
     return Trainer(
-        build if deferred else build(),
+        build if deferred else checked_model(build(), config, data),
         data.train,
         plan,
         objective=find_objective(config),

@@ -69,6 +69,11 @@ class TrainedRun:
             limit=samples,
         )
 
+    @property
+    def trains_on_held_out(self) -> bool:
+        """Whether ``training_batches`` are held-out samples: the code of a Python script's run names no others."""
+        return self.sources.train is self.sources.held_out
+
     def training_batches(self, samples: int) -> Iterator[Tensors]:
         """Micro-batches of at least ``samples`` training samples on the device, in the run's order; at most one epoch.
 
