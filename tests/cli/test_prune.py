@@ -199,6 +199,10 @@ def test_a_model_that_got_too_bad_is_not_written(desk: Desk, source: Path, tmp_p
         (["--ffn=0.5", "--skip=blocks.0"], "prune all blocks alike"),
         (["--sparsity=0.5", "--skip=bricks*"], "--skip bricks*"),
         (["--layers=1", "--skip=blocks.*"], "of which 2 stay"),
+        (
+            ["--ffn=0.5", "--criterion=magnitude", "--calibration-samples=7"],
+            "magnitude compares weights, and reads no samples",
+        ),
     ],
 )
 def test_refusals(desk: Desk, source: Path, tmp_path: Path, options: list[str], said: str) -> None:

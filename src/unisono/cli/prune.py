@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from unisono.compress.sparse import Pattern
     from unisono.train.trained import TrainedRun
 
+_CALIBRATION_SAMPLES = 128
+
 _FRACTION = FiniteRange(min=0, max=1, max_open=True)
 
 
@@ -55,9 +57,7 @@ _FRACTION = FiniteRange(min=0, max=1, max_open=True)
 @click.option(
     "--calibration-samples",
     type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Training samples for activations and gradients. Of a Python script's run they are from --data.",
+    help="Training samples for activations and gradients; by default 128. Of a Python script's run they are from --data.",
 )
 @click.option(
     "--skip",
@@ -78,7 +78,7 @@ def command(
     sparsity: float | None,
     pattern: Pattern,
     criterion: Criterion,
-    calibration_samples: int,
+    calibration_samples: int | None,
     skip: tuple[str, ...],
     sensitivity: bool,
     as_json: bool,
@@ -91,13 +91,21 @@ def command(
     """
     fraction = 0.5 if sparsity is None and pattern == "2:4" else sparsity or 0.0
     _check(heads, ffn, layers, fraction, pattern, sensitivity=sensitivity)
+    if criterion == "magnitude" and calibration_samples is not None:
+        raise ConfigError(
+            given=f"--calibration-samples {calibration_samples} with --criterion magnitude",
+            rule="magnitude compares weights, and reads no samples",
+            consequence="it would change nothing; nothing was pruned",
+            nearest="--criterion activation or taylor, or leave --calibration-samples out",
+        )
+    samples = calibration_samples or _CALIBRATION_SAMPLES
 
     def change(run: TrainedRun, resolved: Resolved[RunConfig]) -> Compressed:
         from unisono.compress.pruning import prune
         from unisono.compress.smaller import Removal
         from unisono.compress.sparse import Sparsity
 
-        common: Any = {"criterion": criterion, "samples": calibration_samples, "skip": skip}
+        common: Any = {"criterion": criterion, "samples": samples, "skip": skip}
         pruned = prune(
             run,
             resolved,
@@ -107,7 +115,7 @@ def command(
             out=Path(source["out"]),
         )
         if criterion != "magnitude":
-            pruned.record["calibration"] = {"samples": calibration_samples, "source": calibration_source(run)}
+            pruned.record["calibration"] = {"samples": samples, "source": calibration_source(run)}
             pruned.lines.append(f"what matters least: by {criterion} on {calibration_source(run)}")
         return Compressed(
             model=pruned.model,
