@@ -54,9 +54,11 @@ def test_the_limit_is_a_rise_of_a_loss_and_a_fall_of_a_score() -> None:
         latency_quartiles=(1.0, 1.0),
         device="cpu",
         micro_batch=1,
+        samples=1,
+        num_held_out=1,
     )
-    assert comparison.worsening("loss") == pytest.approx(0.25)
-    assert comparison.worsening("accuracy") == pytest.approx(0.2)
+    assert comparison.worsening("loss", maximize=False) == pytest.approx(0.25)
+    assert comparison.worsening("accuracy", maximize=True) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("arguments", [("--best",), ("--checkpoint=x",), ("--model=mine.py:Net",)])

@@ -80,7 +80,7 @@ def test_parts_have_none_of_them(tmp_path: Path) -> None:
     kept = [np.load(tmp_path / "out" / part / "kept" / "a.jsonl.npy").tolist() for part in "xy"]
     assert sorted(kept[0] + kept[1]) == list(range(12))
     assert [line["row"] for line in read(tmp_path / "out" / "dropped.jsonl")] == [12, 13, 14]
-    assert " of line 14 of " in (tmp_path / "out" / "report.html").read_text()
+    assert "line 14 of " in (tmp_path / "out" / "report.html").read_text()
     # those that can be read go where they would go without the others
     alone = split([write(tmp_path / "b.jsonl", *rows)], tmp_path / "alone", HALVES, **settings)
     assert (alone.unreadable, alone.parts) == (0, result.parts)

@@ -75,7 +75,7 @@ def write_result(
         unfinished.mkdir(mode=FOLDER_MODE)
         write_atomically(unfinished / RUN_FILE, resolved.to_toml().encode())
         if _is_of_a_script(resolved):
-            shutil.copyfile(Path(run.config.run.dir) / PLAN_FILE, unfinished / PLAN_FILE)
+            write_atomically(unfinished / PLAN_FILE, (Path(run.config.run.dir) / PLAN_FILE).read_bytes())
         tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         first = saved_names(model)
         write_model(
