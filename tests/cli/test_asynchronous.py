@@ -92,13 +92,13 @@ def test_whoever_is_killed_every_sample_counts_once(
 
 
 @pytest.fixture(scope="module")
-def alone(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], float]:
+def alone(shared_desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], float]:
     """The weight of all samples of so many steps, as one process counts it."""
 
     @cache
     def counted(steps: int) -> float:
         run_dir = tmp_path_factory.mktemp("alone") / "run"
-        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every_steps=0")
+        done = shared_desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every_steps=0")
         assert done.code == 0, done.err
         return weight(run_dir, steps)
 

@@ -17,8 +17,6 @@ from torch.utils.data import (
 
 
 def given():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     data = TensorDataset(
         torch.from_numpy(INPUTS), torch.from_numpy(TARGETS)
     )
@@ -30,9 +28,19 @@ def given():
             sampler=DistributedSampler(data, shuffle=False),
         )
 
+    # only for what needs ranks: the snippet `start` is the first to join
+    # them, as torch can join the same ones once
+    def joined(make):
+        def made():
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            return make()
+
+        return made
+
     return {
-        "net": dense,
-        "deep_net": lambda: deep,
+        "net": joined(dense),
+        "deep_net": joined(lambda: deep),
         "data": lambda: data,
         "loader": loader,
         "loss_fn": lambda: (
@@ -48,7 +56,6 @@ def _weights(net):
 
 
 def start():
-    dist.destroy_process_group()  # (of the snippet before)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     first = rank == 0
