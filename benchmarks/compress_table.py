@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.record import ROOT, Run
 
 PAGE = ROOT / "docs" / "smaller-models.md"
-BEGIN, END = "<!-- from benchmarks/results/compress.json -->\n", "<!-- end -->\n"
+MARKS = "<!-- from benchmarks/results/compress.json -->", "<!-- end -->"
 
 
 def section(run: Run | None, not_rerun: str = "") -> str:
@@ -52,12 +52,3 @@ def _table(columns: Mapping[str, Mapping[str, float]], digits: int) -> Iterator[
 def _range(values: Iterator[float]) -> str:
     low, *_, high = sorted(values)
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-
-
-def page(text: str, run: Run | None, not_rerun: str = "") -> str:
-    """``text`` with the section renewed."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} lacks {BEGIN.strip()} or, behind it, {END.strip()}")
-    return before + begin + section(run, not_rerun) + end + after

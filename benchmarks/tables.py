@@ -106,12 +106,12 @@ def _is_busy(run: Run) -> bool:
     return run["load_average"]["before"] > BUSY_LOAD
 
 
-def between(page: str, content: str) -> str:
-    """``page`` with ``content`` between its marks. Raises ValueError where a mark is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def between(page: str, content: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """``page`` with ``content`` between two marks. Raises ValueError where a mark is missing."""
+    before, begin, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
+        raise ValueError(f"the page lacks {marks[0].strip()} or, after it, {marks[1].strip()}")
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
@@ -123,8 +123,16 @@ def pages() -> dict[Path, str]:
     return {
         readme: between(readme.read_text(), headlines(BENCHMARKS)),
         figures: between(figures.read_text(), sections(BENCHMARKS)),
-        convergence: convergence_table.page(convergence.read_text(), results.newest, not_rerun(results)),
-        compress_table.PAGE: compress_table.page(compress_table.PAGE.read_text(), smaller.newest, not_rerun(smaller)),
+        convergence: between(
+            convergence.read_text(),
+            convergence_table.section(results.newest, not_rerun(results)).strip(),
+            convergence_table.MARKS,
+        ),
+        compress_table.PAGE: between(
+            compress_table.PAGE.read_text(),
+            compress_table.section(smaller.newest, not_rerun(smaller)).strip(),
+            compress_table.MARKS,
+        ),
     }
 
 

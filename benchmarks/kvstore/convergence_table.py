@@ -11,7 +11,7 @@ from benchmarks.figures import loss_over_seeds, minus_plain_sums
 from benchmarks.record import ROOT, Run
 
 PAGE = ROOT / "docs" / "kvstore.md"
-BEGIN, END = "<!-- from benchmarks/results/kvstore_convergence.json -->\n", "<!-- end -->\n"
+MARKS = "<!-- from benchmarks/results/kvstore_convergence.json -->", "<!-- end -->"
 
 
 def section(run: Run | None, not_rerun: str = "") -> str:
@@ -41,12 +41,3 @@ def section(run: Run | None, not_rerun: str = "") -> str:
     ]
     lines.append(f"Outside the band: {'; '.join(worse) if worse else 'none'}.")
     return "\n".join(lines) + "\n"
-
-
-def page(text: str, run: Run | None, not_rerun: str = "") -> str:
-    """``text`` with the section renewed."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} lacks {BEGIN.strip()} or, behind it, {END.strip()}")
-    return before + begin + section(run, not_rerun) + end + after

@@ -101,6 +101,7 @@ def test_a_metric_of_ones_own_may_be_large_or_small(desk: Desk, script: Path, tm
     given = ("--metric=hit_rate", "--max-drop=0", "--sparsity=0.9")
     unknown = smaller(desk, script, "prune", tmp_path / "a", *given)
     assert unknown.code == 2
+    assert unknown.json["problems"][0]["given"] == "--metric hit_rate, which is no built-in metric"
     assert unknown.json["problems"][0]["nearest"] == "--metric hit_rate --maximize, or --minimize"
     worse = smaller(desk, script, "prune", tmp_path / "b", *given, "--maximize")
     assert worse.code == 1

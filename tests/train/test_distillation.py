@@ -511,23 +511,19 @@ def test_a_dry_run_counts_the_teacher(tmp_path: Path) -> None:
 # --- what it is for ------------------------------------------------------------------------------------------------
 
 
-def held_out_loss(
-    folder: Path, model: nn.Module, steps: int, seed: int, *, distill: Distillation | None, count: int
-) -> float:
-    with small(
-        folder,
-        cross_entropy,
-        model=model,
-        data=from_map_style(points(count, seed=10 + seed)),
-        plan=PlanOptions(device="cpu", precision="fp32", global_batch=32),
-        distill=distill,
-        options=TrainOptions(steps=steps, eval_every_steps=0),
-        eval_data=from_map_style(points(2000, seed=99)),
-        seed=seed,
-    ) as run:
+def trained_loss(folder: Path, objective: Any, steps: int, **given: Any) -> float:
+    """The held-out loss of a model after so many steps."""
+    plan = PlanOptions(device="cpu", precision="fp32", global_batch=32)
+    options = TrainOptions(steps=steps, eval_every_steps=0)
+    with small(folder, objective, plan=plan, options=options, **given) as run:
         for _ in run:
             pass
         return run.evaluate()["loss"]
+
+
+def held_out_loss(folder: Path, model: nn.Module, steps: int, seed: int, *, count: int, **given: Any) -> float:
+    data, eval_data = from_map_style(points(count, seed=10 + seed)), from_map_style(points(2000, seed=99))
+    return trained_loss(folder, cross_entropy, steps, model=model, data=data, eval_data=eval_data, seed=seed, **given)
 
 
 @pytest.mark.full
@@ -561,21 +557,9 @@ def sentences(count: int, seed: int) -> Any:
 
 
 def language_loss(folder: Path, model: nn.Module, steps: int, seed: int, *, count: int, **given: Any) -> float:
-    with small(
-        folder,
-        next_token,
-        model=model,
-        data=sentences(count, 10 + seed),
-        plan=PlanOptions(device="cpu", precision="fp32", global_batch=32),
-        options=TrainOptions(steps=steps, eval_every_steps=0),
-        eval_data=sentences(500, 99),
-        optimizer=OptimOptions(lr=1e-2),
-        seed=seed,
-        **given,
-    ) as run:
-        for _ in run:
-            pass
-        return run.evaluate()["loss"]
+    data, eval_data, optimizer = sentences(count, 10 + seed), sentences(500, 99), OptimOptions(lr=1e-2)
+    given |= {"data": data, "eval_data": eval_data, "optimizer": optimizer, "seed": seed}
+    return trained_loss(folder, next_token, steps, model=model, **given)
 
 
 @pytest.mark.full
