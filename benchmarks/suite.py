@@ -553,6 +553,21 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="planner_learned",
+        script="planner.learned_layouts",
+        title="What the search of layouts learns from runs",
+        quick=(),
+        text="The measured layouts of the benchmark above, predicted by `unisono plan` from shapes alone: the constants are "
+        "fitted to accelerators, and steps of this small model are mostly what no constant is of. Beside it, the same times what is "
+        "learned from all layouts but the one that is predicted. Medians over the runs of that benchmark.",
+        rows=(
+            Row("median error, {0} learning", "summary/*/median", figures.number("{:.1%}")),
+            Row("mean error, {0} learning", "summary/*/mean", figures.number("{:.1%}")),
+            Row("rank correlation, {0} learning", "summary/*/rank_correlation", figures.number("{:.3f}")),
+            Row("chosen layout over the fastest, {0} learning", "summary/*/chosen_over_best", figures.number("{:.3f}")),
+        ),
+    ),
+    Benchmark(
         name="planner_device",
         script="planner.device_steps",
         title="Memory and step time on an accelerator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from commands import Desk, Outcome, make_desk
 
 from unisono.dist.interpreter import module_command
+from unisono.measure import DeviceRate, add_to_calibration
+from unisono.measure.calibration import CALIBRATION_FILE
+from unisono.measure.ceiling import cpu_name
 from unisono.planner.plan_record import PLAN_RECORD_FILE, read_plan_record
 
 LENGTH = 14  # of which 12 steps are steady
@@ -52,7 +56,14 @@ def accuracy(desk: Desk) -> dict[str, Any]:
 
 
 def test_nothing_is_recorded_of_a_plan_that_was_not_predicted(own: Desk) -> None:
-    assert accuracy(own) == {"file": str(record_file(own)), "predictions": 0, "runs": 0, "machines": []}
+    assert accuracy(own) == {
+        "file": str(record_file(own)),
+        "predictions": 0,
+        "runs": 0,
+        "machines": [],
+        "layout_runs": 0,
+        "devices": [],
+    }
     first, second = succeeded(own.here("plan", "accuracy")).out.splitlines()
     assert first == f"no run is recorded; no predicted plans in {record_file(own)}"
     assert "unisono plan auto" in second
@@ -134,6 +145,71 @@ def test_a_record_that_cannot_be_written_or_read_stops_nothing(own: Desk, caplog
     record_file(own).write_text('{"version": 1, "predictions": [{"plan": 3}], "runs": 7}')
     trained(own, "another")
     assert accuracy(own)["predictions"] == 0
+
+
+def calibrate(desk: Desk) -> None:
+    """As if ``plan calibrate`` had measured a slow device: the figures do not matter, as what runs took corrects them."""
+    rate = DeviceRate(
+        hosts=(socket.gethostname(),),
+        name=cpu_name(),
+        ranks=1,
+        tflops=0.01,
+        memory_bytes=2**34,
+        memory_bytes_per_s=1e10,
+        spread_frac=0.0,
+    )
+    add_to_calibration(desk.cache / "unisono" / CALIBRATION_FILE, devices=[rate])
+
+
+LAYOUTS = ("--set=plan.precision=bf16", "--set=plan.global_batch=4", "--set=model.num_layers=2")
+
+
+def test_runs_teach_the_search_of_layouts(own: Desk) -> None:
+    calibrate(own)
+    trained(own, "fp32", "--set=plan.precision=fp32", "--set=plan.global_batch=4")  # no device has a peak in fp32
+    assert accuracy(own)["layout_runs"] == 0
+    changes = ("--set=plan.micro_batch=1", "--set=plan.micro_batch=2", "--set=plan.recompute=full")
+    for number, change in enumerate(changes):
+        trained(own, f"run{number}", *LAYOUTS, change)
+    shown = accuracy(own)
+    (device,) = shown["devices"]
+    assert (shown["layout_runs"], device["runs"], device["device"]) == (3, 3, cpu_name())
+    assert [each["layout"] for each in device["layouts"]] == [
+        "data parallel alone",
+        "micro_batch=2",
+        "micro_batch=2 recompute=full",
+    ]
+    ratios = sorted(each["ratio"] for each in device["layouts"])
+    for each in device["layouts"]:
+        assert each["steps"] == LENGTH - 2
+        assert each["ratio"] == pytest.approx(each["measured_step_s"] / each["predicted_step_s"])
+    text = succeeded(own.here("plan", "accuracy")).out
+    assert f"layouts on {cpu_name()}, as unisono plan --cluster predicts them" in text
+    assert "median error of 3 runs" in text
+
+    job = ("plan", "--model=run0", "--global-batch=4")
+    best = succeeded(own.here(*job, "--json")).json["best"]
+    assert (best["learned_factor"], best["learned_runs"]) == (pytest.approx(ratios[1]), 3)
+    record_file(own).unlink()
+    unlearned = succeeded(own.here(*job, "--json")).json["best"]
+    assert unlearned["learned_runs"] == 0
+    assert best["step_s"] == pytest.approx(ratios[1] * unlearned["step_s"])
+    assert sum(best["prediction"]["parts_s"].values()) == pytest.approx(best["step_s"])
+
+
+@pytest.mark.full
+def test_what_was_learned_is_said_in_text_and_on_the_page(own: Desk) -> None:
+    calibrate(own)
+    for number in range(3):
+        trained(own, f"run{number}", *LAYOUTS, f"--set=plan.micro_batch={1 << number}")
+    done = succeeded(own.here("plan", "--model=run0", "--global-batch=4", "--report=page.html", "--apply=plan.json"))
+    assert "times as long as predicted, the median of 3: without that " in done.out
+    assert "by 3 runs" in (own.folder / "page.html").read_text()
+    # a run with the strategy file that was found is recorded as well
+    sets = [each for each in own.settings if not each.startswith("--set=plan.")]
+    ends = ("--set=model.num_layers=2", f"--set=train.steps={LENGTH}", "--set=train.eval_every_steps=0")
+    succeeded(own.here("train", "--plan=plan.json", "--set=run.dir=found", *sets, *ends))
+    assert accuracy(own)["layout_runs"] == 4
 
 
 INTERRUPTS = """

@@ -105,7 +105,7 @@ def test_a_change_without_a_layout_says_why() -> None:
 def test_every_layout_that_was_not_chosen_has_a_reason() -> None:
     """More time, or more memory than there is; and of what decides, the part is named that grows most."""
     result = choose(JOB, compare(JOB))
-    answer = Answer.of(result, found())
+    answer = Answer.of(JOB, result, found())
     assert answer.prediction is not None
     for (_, _, each), reason in zip(result.changes, answer.reasons, strict=True):
         if each.needed_bytes > result.limit_bytes:

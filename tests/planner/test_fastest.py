@@ -19,7 +19,8 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import Kind, stage_index
 from unisono.plan.plan import Plan
 from unisono.planner.fastest import FastestPlanSearch, changes_in_words, pinned_options
-from unisono.planner.plan_record import Learned, used_axes
+from unisono.planner.learned import Learned
+from unisono.planner.plan_record import used_axes
 from unisono.train.config import RunConfig
 from unisono.train.rank_timing import PassDuration, RankTiming
 from unisono.train.setup import resolve_plan

@@ -19,12 +19,13 @@ from unisono.observe.events import EventLog
 from unisono.observe.history import read_history
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.planner.learned import Learned
 from unisono.planner.plan_record import (
-    Learned,
     Machine,
     MeasuredRun,
     PlanPrediction,
     PlanRecord,
+    SteadySteps,
     add_to_plan_record,
     measured_run,
     plan_digest,
@@ -163,37 +164,37 @@ def runs_of(*ratios: float, axes: tuple[str, ...] = ("tp",), machine: Machine = 
 
 def test_plans_with_the_same_axes_teach_before_others() -> None:
     record = PlanRecord(runs=[*runs_of(1.1, 1.2, 1.3), *runs_of(2.0, 2.0, axes=("dp",))])
-    assert record.learned(HERE, ("tp",)) == Learned(factor=pytest.approx(1.2), runs=3)
+    assert record.learned(HERE).of(("tp",)) == Learned(factor=pytest.approx(1.2), runs=3)
     # of two runs with this axis too few is known, and of this one nothing: all runs count
     for axes in (("dp",), ("pp", "tp"), ()):
-        assert record.learned(HERE, axes) == Learned(factor=pytest.approx(1.3), runs=5)
+        assert record.learned(HERE).of(axes) == Learned(factor=pytest.approx(1.3), runs=5)
 
 
 @pytest.mark.parametrize("ratios", [(), (1.5,), (1.5, 1.5)])
 def test_two_predictions_teach_nothing(ratios: tuple[float, ...]) -> None:
-    assert PlanRecord(runs=runs_of(*ratios)).learned(HERE, ("tp",)) == Learned()
+    assert PlanRecord(runs=runs_of(*ratios)).learned(HERE).of(("tp",)) == Learned()
 
 
 def test_runs_of_one_prediction_count_as_one() -> None:
     disturbed = [replace(RUN, step_s=0.05)] * 7
-    assert PlanRecord(runs=disturbed).learned(HERE, ("tp",)) == Learned()
-    learned = PlanRecord(runs=[*disturbed, *runs_of(1.2, 1.4)]).learned(HERE, ("tp",))
+    assert PlanRecord(runs=disturbed).learned(HERE).of(("tp",)) == Learned()
+    learned = PlanRecord(runs=[*disturbed, *runs_of(1.2, 1.4)]).learned(HERE).of(("tp",))
     assert learned == Learned(factor=pytest.approx(1.2), runs=9)
     # predicted again, it is another one
     again = replace(RUN, predicted=replace(PREDICTED, at_s=7.0), step_s=0.9)
-    assert PlanRecord(runs=[RUN, *runs_of(1.3), again]).learned(HERE, ("tp",)).factor == pytest.approx(1.3)
+    assert PlanRecord(runs=[RUN, *runs_of(1.3), again]).learned(HERE).of(("tp",)).factor == pytest.approx(1.3)
 
 
 def test_the_newest_teach() -> None:
-    assert PlanRecord(runs=runs_of(*[9.0] * 30, *[1.5] * 20)).learned(HERE, ("tp",)) == Learned(factor=1.5, runs=20)
+    assert PlanRecord(runs=runs_of(*[9.0] * 30, *[1.5] * 20)).learned(HERE).of(("tp",)) == Learned(factor=1.5, runs=20)
 
 
 @pytest.mark.parametrize("other", [{"host": "b"}, {"device": "Xeon"}, {"torch": "2.12.1"}, {"predictor": 0}])
 def test_other_machines_and_waits_for_data_teach_nothing(other: dict[str, Any]) -> None:
     ratios = (1.1, 1.2, 1.3)
-    assert PlanRecord(runs=runs_of(*ratios, machine=replace(HERE, **other))).learned(HERE, ("tp",)) == Learned()
-    assert PlanRecord(runs=runs_of(*ratios, machine=replace(HERE, torch="2.13.1"))).learned(HERE, ("tp",)).runs == 3
-    assert PlanRecord(runs=runs_of(*ratios, data_wait_frac=0.2)).learned(HERE, ("tp",)) == Learned()
+    assert PlanRecord(runs=runs_of(*ratios, machine=replace(HERE, **other))).learned(HERE).of(("tp",)) == Learned()
+    assert PlanRecord(runs=runs_of(*ratios, machine=replace(HERE, torch="2.13.1"))).learned(HERE).of(("tp",)).runs == 3
+    assert PlanRecord(runs=runs_of(*ratios, data_wait_frac=0.2)).learned(HERE).of(("tp",)) == Learned()
 
 
 # --- what a run took ------------------------------------------------------------------------------------------------
@@ -209,7 +210,8 @@ def measured(
             for step, step_s in enumerate(seconds, start=1 + (attempt - 1) * len(seconds)):
                 fields = {"perf/step_s": step_s * attempt} if step_s else {}
                 events.emit("step", step=step, **fields, **{"time/window_s": 1.0, "time/data_wait_frac": 0.25}, **more)
-    return measured_run(predicted, read_history(path), attempts, at_s=3.0)
+    steady = SteadySteps.of(read_history(path), attempts)
+    return None if steady is None else measured_run(predicted, steady, at_s=3.0)
 
 
 def test_a_run_is_measured_by_the_median_of_its_steady_steps(tmp_path: Path) -> None:

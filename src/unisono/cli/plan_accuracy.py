@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,17 @@ from unisono.data.options import default_cache_dir
 from unisono.units import GIB
 
 if TYPE_CHECKING:
+    from unisono.planner.layout_record import MeasuredLayout
     from unisono.planner.plan_record import MeasuredRun
 
 
 @click.command("accuracy")
 @common_options
 def accuracy(as_json: bool) -> None:
-    """Show predicted and measured step times of plans that unisono plan auto predicted and that runs had.
+    """Show predicted and measured step times of plans and layouts that runs had.
 
-    The error is that of the prediction without what was learned from earlier runs, as a part of the measured time.
+    Plans are those that unisono plan auto predicted; layouts are predicted as unisono plan --cluster does now. The error is
+    that of the prediction without what was learned from earlier runs, as a part of the measured time.
     """
     from unisono.planner.plan_record import PLAN_RECORD_FILE, read_plan_record
 
@@ -39,7 +42,14 @@ def accuracy(as_json: bool) -> None:
         }
         for machine in machines
     ]
-    result = {"file": str(path), "predictions": len(record.predictions), "runs": len(record.runs), "machines": shown}
+    result = {
+        "file": str(path),
+        "predictions": len(record.predictions),
+        "runs": len(record.runs),
+        "machines": shown,
+        "layout_runs": len(record.layouts),
+        "devices": list(_devices(record.layouts)),
+    }
     print_result(as_json, result, _lines(result))
 
 
@@ -72,8 +82,41 @@ def _plans(runs: Sequence[MeasuredRun]) -> Iterator[dict[str, Any]]:
         }
 
 
+def _devices(runs: Sequence[MeasuredLayout]) -> Iterator[dict[str, Any]]:
+    """One object for each device with its layouts; those with the newest run are last."""
+    from unisono.planner.layout_record import predicted_steps_s
+    from unisono.planner.search import PredictedLayout
+
+    groups: dict[str, dict[str, list[tuple[MeasuredLayout, float]]]] = {}
+    for run, step_s in zip(runs, predicted_steps_s([run.layout for run in runs]), strict=True):
+        if not math.isnan(step_s):
+            layouts, key = groups.setdefault(run.layout.device.name, {}), repr(run.layout)
+            layouts[key] = [*layouts.pop(key, []), (run, step_s)]
+    for device, layouts in groups.items():
+        errors = [abs(step_s / run.step_s - 1) for group in layouts.values() for run, step_s in group]
+        yield {
+            "device": device,
+            "runs": len(errors),
+            "median_error_frac": statistics.median(errors),
+            "layouts": [
+                {
+                    "layout": PredictedLayout(layout=group[0][0].layout, step_s=group[0][1], needed_bytes=0).axes_text,
+                    "num_devices": group[0][0].layout.num_devices,
+                    "params": group[0][0].layout.model.params,
+                    "runs": len(group),
+                    "steps": sum(run.steps for run, _ in group),
+                    "predicted_step_s": group[0][1],
+                    "measured_step_s": (measured_s := statistics.median(run.step_s for run, _ in group)),
+                    "ratio": measured_s / group[0][1],
+                    "data_wait_frac": statistics.median(run.data_wait_frac for run, _ in group),
+                }
+                for group in layouts.values()
+            ],
+        }
+
+
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
-    if not result["runs"]:
+    if not result["runs"] and not result["devices"]:
         predicted = result["predictions"]
         yield f"no run is recorded; {predicted or 'no'} predicted plan{'' if predicted == 1 else 's'} in {result['file']}"
         yield "unisono plan auto predicts plans; a run of 12 steps or more with one of them is recorded"
@@ -84,6 +127,12 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {plan['plan']}"
             yield f"    {_line(plan)}"
         yield f"  median error of {_runs(machine['runs'])}: {machine['median_error_frac']:.1%}"
+    for device in result["devices"]:
+        yield f"layouts on {device['device']}, as unisono plan --cluster predicts them"
+        for layout in device["layouts"]:
+            yield f"  {layout['params'] / 1e6:.4g} M parameters, {layout['num_devices']:,} devices: {layout['layout']}"
+            yield f"    {_line(layout)}"
+        yield f"  median error of {_runs(device['runs'])}: {device['median_error_frac']:.1%}"
 
 
 def _line(plan: Mapping[str, Any]) -> str:
@@ -93,7 +142,7 @@ def _line(plan: Mapping[str, Any]) -> str:
     )
     if plan["data_wait_frac"] >= 0.005:
         text += f"; {plan['data_wait_frac']:.0%} of it waiting for data"
-    if plan["measured_peak_bytes"] is not None:
+    if plan.get("measured_peak_bytes") is not None:
         peaks = (plan[f"{kind}_peak_bytes"] / GIB for kind in ("predicted", "measured"))
         text += "; memory predicted {:.4g} GiB, measured {:.4g} GiB".format(*peaks)
     return text

@@ -197,7 +197,8 @@ def _search(
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         echo(f"{ranks} on {device.type}; tensors of a rank may take {memory_bytes / GIB:.4g} GiB")
     cache = default_cache_dir(os.environ)
-    record, machine = read_plan_record(cache / PLAN_RECORD_FILE), machine_of(device)
+    machine = machine_of(device)
+    learned = read_plan_record(cache / PLAN_RECORD_FILE).learned(machine)
     with open_trials(resolved) as trials:
         search = FastestPlanSearch(
             trials=trials,
@@ -209,7 +210,7 @@ def _search(
             links=read_calibration(cache / CALIBRATION_FILE),
             budget_s=budget_s,
             tried=lambda candidate: None if quiet else echo(f"  {_line(candidate)}"),
-            learned=lambda plan: record.learned(machine, used_axes(plan)),
+            learned=lambda plan: learned.of(used_axes(plan)),
         )
         found = search.run()
         _keep_predictions(cache / PLAN_RECORD_FILE, search, trials.config, machine)
@@ -250,6 +251,7 @@ def _line(candidate: Candidate) -> str:
 def _verdict(
     search: FastestPlanSearch, found: Candidate | None, settings: dict[str, Any], overlay: str | None
 ) -> Iterator[str]:
+    from unisono.cli.search_text import learned_line
     from unisono.planner.timed_plan import SPREAD
     from unisono.planner.why_fastest import flips, neighbours
 
@@ -268,10 +270,7 @@ def _verdict(
     low_s, high_s = found.step_s / (1 + SPREAD), found.step_s * (1 + SPREAD)
     yield f"nine of ten such steps take {low_s:.4g} to {high_s:.4g} s"
     if found.learned.runs:
-        yield (
-            f"earlier runs took {found.learned.factor:.3g} times as long as predicted, the median of {found.learned.runs}: "
-            f"without that {found.step_s / found.learned.factor:.4g} s (unisono plan accuracy)"
-        )
+        yield learned_line(found.learned, found.step_s)
     changed = neighbours(search.candidates, found)
     if changed:
         yield "with one setting changed:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
         compared = compare(job)
     except LayoutError as error:
         raise _refused(error.given, error.rule, error.nearest) from error
-    answer = Answer.of(choose(job, compared), sensitivity(job, compared))
+    answer = Answer.of(job, choose(job, compared), sensitivity(job, compared))
     if answer.best is not None and report is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"
@@ -123,9 +124,12 @@ def _job(
     memory_gib: float | None,
 ) -> Job:
     """The job of some options, read as the columns of ``plan simulate`` are."""
+    from unisono.data.options import default_cache_dir
     from unisono.planner.cluster_file import find_cluster
     from unisono.planner.layout_columns import read_layout
+    from unisono.planner.layout_record import learned_factors
     from unisono.planner.measured_cluster import this_machine
+    from unisono.planner.plan_record import PLAN_RECORD_FILE, read_plan_record
     from unisono.planner.search import Job
 
     missing = [name for name, value in (("--model", model), ("--global-batch", global_batch)) if not value]
@@ -140,6 +144,7 @@ def _job(
         this_machine() if cluster is None else find_cluster(cluster),
         trust_python=is_python_trusted(),
     )
+    record = read_plan_record(default_cache_dir(os.environ) / PLAN_RECORD_FILE)
     return Job(
         model=layout.model,
         device=layout.device,
@@ -150,6 +155,7 @@ def _job(
         compiled=is_compiled,
         pins=_pins(pins),
         memory_bytes=(memory_gib or 0) * GIB,
+        learned=learned_factors(record.layouts, layout.model, layout.device),
     )
 
 

@@ -24,6 +24,7 @@ from unisono.data.result_files import data_of_results, require_whole_results
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
+from unisono.measure.ceiling import device_name
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
@@ -31,8 +32,10 @@ from unisono.observe.history import RankHistory
 from unisono.plan.plan import Plan
 from unisono.planner.plan_record import (
     PLAN_RECORD_FILE,
+    SteadySteps,
     add_to_plan_record,
     machine_of,
+    measured_layout,
     measured_run,
     plan_digest,
     read_plan_record,
@@ -48,6 +51,7 @@ from unisono.train.build import (
     data_notices,
     resolve_run,
     resolve_steps,
+    vocab_size,
 )
 from unisono.train.config import RunConfig
 from unisono.train.distilled_features import without_projections
@@ -133,37 +137,52 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 best=best_before(run_dir, result.step),
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
-            record_step_time(config, plan, device, job, outputs.summary(facts), events.attempt)
+            vocab = config.model.vocab_size or (0 if data.tokenizer is None else vocab_size(config, data.tokenizer))
+            record_step_time(config, plan, device, job, vocab, outputs.summary(facts), events.attempt)
     if unfinished is not None:
         raise unfinished
     return outcome
 
 
 def record_step_time(
-    config: RunConfig, plan: Plan, device: torch.device, job: JobSpec, history: RankHistory, attempt: int
+    config: RunConfig,
+    plan: Plan,
+    device: torch.device,
+    job: JobSpec,
+    vocab: int,
+    history: RankHistory,
+    attempt: int,
 ) -> None:
-    """Add what this attempt took to the record of predicted plans, if its plan was predicted; a failure is a line in the log.
+    """Add what this attempt took to the record from which predictions of plans are corrected; a failure is a line in the log.
 
     Args:
         config: Configuration of the run.
         plan: Its plan.
         device: The device of rank 0.
-        job: The job, whose ranks are on this host alone if anything is recorded.
+        job: The job.
+        vocab: Rows of the model's embedding; 0 of a model without one.
         history: Events of rank 0.
         attempt: The attempt, from 1.
     """
-    # predictions are of one host, and of steps that are computed once
-    if job.local_world != job.world_size or config.observe.verify_every_steps:
-        return
+    from unisono.planner.measured_cluster import device_here
+    from unisono.planner.run_layout import layout_of_run
+
     path = default_cache_dir(os.environ) / PLAN_RECORD_FILE
     try:
-        work = work_digest(config, function_name)
-        predicted = read_plan_record(path).predicted(machine_of(device), plan_digest(plan), work)
-        if predicted is None:
+        steady = SteadySteps.of(history, attempt)
+        if steady is None or config.observe.verify_every_steps:  # steps that are computed twice
             return
-        run = measured_run(predicted, history, attempt, at_s=time.time())
-        if run is not None:
-            add_to_plan_record(path, runs=[run])
+        predicted = None
+        if job.local_world == job.world_size:  # predictions of plans are of one host
+            work = work_digest(config, function_name)
+            predicted = read_plan_record(path).predicted(machine_of(device), plan_digest(plan), work)
+        kind = device_here(device_name(device)) if vocab else None
+        layout = None if kind is None else layout_of_run(config, plan, kind, vocab)
+        now_s = time.time()
+        runs = [] if predicted is None else [measured_run(predicted, steady, at_s=now_s)]
+        layouts = [] if layout is None else [measured_layout(layout, steady, at_s=now_s)]
+        if runs or layouts:
+            add_to_plan_record(path, runs=runs, layouts=layouts)
     except Exception as error:  # the run is finished: its record is no part of it
         LOG.warning("the step time was not recorded in %s: %s: %s", path, type(error).__name__, error)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unisono.planner.answer import Answer
     from unisono.planner.decision_flips import DeviceCount, Perturbation
     from unisono.planner.layout import Layout
+    from unisono.planner.learned import Learned
     from unisono.planner.search import PredictedLayout
 
 
@@ -30,6 +31,8 @@ def search_json(answer: Answer) -> dict[str, Any]:
             "prediction": asdict(answer.prediction),
             "stages": stages,
             "refused_by_runs": answer.refused_by_runs,
+            "learned_factor": answer.learned.factor,
+            "learned_runs": answer.learned.runs,
         }
     return {
         "best": best,
@@ -99,6 +102,8 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         yield from _flip_lines(answer.sensitivity.perturbations, "no layout fits either with")
         return
     yield from prediction_lines(found.best.layout, answer.prediction)
+    if answer.learned.runs:
+        yield learned_line(answer.learned, found.best.step_s)
     for name, stage in answer.stages.items():
         if name != "only":
             again = f", {stage.recomputed_blocks:g} recomputed" if found.best.layout.recompute == "partial" else ""
@@ -130,6 +135,14 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         yield "values that no layout has"
         for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
             yield f"  {axis + '=' + ', '.join(value_text(value) for _, value, _ in group):<20}  {reason}"
+
+
+def learned_line(learned: Learned, step_s: float) -> str:
+    """What earlier runs correct in a predicted step."""
+    return (
+        f"earlier runs took {learned.factor:.3g} times as long as predicted, the median of {learned.runs}: "
+        f"without that {step_s / learned.factor:.4g} s (unisono plan accuracy)"
+    )
 
 
 def _flip_lines(flips: Sequence[Perturbation], unchanged: str) -> Iterator[str]:

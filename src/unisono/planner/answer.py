@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from unisono.errors import PlanError
 from unisono.observe.run_summary import format_gib
 from unisono.planner.decision_flips import Sensitivity
+from unisono.planner.layout_space import Job
 from unisono.planner.layout_strategy import plan_of
+from unisono.planner.learned import Learned
 from unisono.planner.peak_memory import StageMemory, stage_memory
 from unisono.planner.search import PredictedLayout, SearchResult
 from unisono.planner.simulate import Prediction, predict
@@ -26,6 +28,7 @@ class Answer:
         stages: Memory of ranks of its pipeline, by name; empty if none fits.
         reasons: For each of ``found.changes``, why it was not chosen.
         refused_by_runs: Why unisono's own runs do not have the best layout; empty if they do.
+        learned: By what earlier runs correct the time of the best layout.
     """
 
     found: SearchResult
@@ -34,6 +37,7 @@ class Answer:
     stages: Mapping[str, StageMemory]
     reasons: Sequence[str]
     refused_by_runs: str = ""
+    learned: Learned = Learned()
 
     @property
     def best(self) -> PredictedLayout | None:
@@ -62,8 +66,8 @@ class Answer:
         return f"fits with {sum(counts)} of {layout.model.layers} blocks recomputed{where}; {without}, {slower}"
 
     @staticmethod
-    def of(found: SearchResult, sensitivity: Sensitivity) -> Answer:
-        """The answer of a search."""
+    def of(job: Job, found: SearchResult, sensitivity: Sensitivity) -> Answer:
+        """The answer of a search for ``job``."""
         if found.best is None:
             reasons = ["does not fit"] * len(found.changes)
             return Answer(found=found, sensitivity=sensitivity, prediction=None, stages={}, reasons=reasons)
@@ -81,4 +85,5 @@ class Answer:
             stages=stage_memory(layout),
             reasons=[why_not(best, other, found.limit_bytes) for other in others],
             refused_by_runs=refused,
+            learned=job.learned.of(layout.shared_axes),
         )

@@ -23,7 +23,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, load_fields, option_of
 from unisono.planner.fit import MAX_TENSOR_RANKS
 from unisono.planner.layout_space import RECOMPUTE
-from unisono.planner.plan_record import Learned
+from unisono.planner.learned import Learned
 from unisono.planner.run_trials import RunTrials
 from unisono.planner.timed_plan import TimedPlan, predict_step
 from unisono.train.config import RunConfig

@@ -68,6 +68,8 @@ class Layout:
             devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
         fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
         states_in_16_bits: Whether weights, gradients and the optimizer's states are in 16 bits too, as some trainers have them.
+        learned_factor: What all predicted times are multiplied by: measured over predicted steps of earlier runs
+            (``layout_record``).
     """
 
     model: ModelShape
@@ -94,6 +96,7 @@ class Layout:
     attention_kernel: AttentionKernel = "new"
     fused: bool = True
     states_in_16_bits: bool = False
+    learned_factor: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises LayoutError for one that no run could have."""
@@ -185,6 +188,12 @@ class Layout:
     def state_ranks(self) -> int:
         """Ranks that share the states of parameters outside of experts; 1 if none are shared."""
         return (self.dp_shard or self.dp) * self.cp if self.zero else 1
+
+    @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """Axes that more than one rank share, sorted; ``dp`` for data ranks of both kinds."""
+        sizes = {"cp": self.cp, "dp": self.dp, "ep": self.ep, "pp": self.pp, "tp": self.tp}
+        return tuple(axis for axis, size in sizes.items() if size > 1)
 
     @property
     def num_micro_batches(self) -> float:

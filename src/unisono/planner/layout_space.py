@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from unisono.plan.options import Schedule
 from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
 from unisono.planner.layout import ZERO_STAGES, Layout, Recompute
+from unisono.planner.learned import LearnedFactors
 from unisono.planner.model_shape import ModelShape
 
 AXES: Final = (
@@ -36,9 +37,9 @@ _MOST_RANKS: Final = 64  # of tp and cp whose rule is told
 Value = int | str  # of an axis; a bool of ``offload``
 
 
-def value_text(value: Value) -> str:
-    """A value as pins have it."""
-    return str(value).lower()
+def value_text(value: Value | float) -> str:
+    """A value as pins have it; layouts that were read from a file have numbers with a point."""
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class Job:
         pins: Values that are given, by the names of ``AXES``. With ``recompute=partial`` there may be ``recomputed_blocks``, the
             blocks of each stage that are recomputed.
         memory_bytes: Memory of a device; 0: that of its data sheet.
+        learned: What earlier runs of such a model on such devices correct.
     """
 
     model: ModelShape
@@ -67,6 +69,7 @@ class Job:
     compiled: bool = False
     pins: Mapping[str, int | str]
     memory_bytes: float = 0
+    learned: LearnedFactors = LearnedFactors()
 
 
 @dataclass(slots=True)
@@ -242,7 +245,7 @@ class Space:
     ) -> Layout:
         """The layout with these values; Args are those of ``Layout``."""
         job = self.job
-        return Layout(
+        layout = Layout(
             model=job.model,
             device=job.device,
             precision=job.precision,
@@ -263,6 +266,8 @@ class Space:
             offload=bool(job.pins.get(OFFLOAD, False)),
             compiled=job.compiled,
         )
+        factor = job.learned.of(layout.shared_axes).factor
+        return layout if factor == 1 else replace(layout, learned_factor=factor)
 
 
 def _candidates(job: Job, axis: str) -> Sequence[Value]:

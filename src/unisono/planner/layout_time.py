@@ -39,7 +39,11 @@ def layout_time(layouts: Sequence[Layout]) -> StepParts:
 
 def _times(layouts: Sequence[Layout]) -> StepParts:
     fitted = fitted_constants()
-    return step_time(count_work(layouts), efficiencies(layouts, fitted), fitted)
+    times = step_time(count_work(layouts), efficiencies(layouts, fitted), fitted)
+    (factors,) = columns(layouts, lambda it: it.learned_factor)
+    if (factors == 1).all():
+        return times
+    return StepParts(**{name: getattr(times, name) * factors for name in StepParts.__slots__})
 
 
 def _without(layout: Layout, mode: str) -> Layout:

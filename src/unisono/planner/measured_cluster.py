@@ -42,16 +42,37 @@ def this_machine() -> Cluster:
     preset = _preset(names[0]) if names else None
     if preset is not None:
         return even_cluster(preset, len(names))
-    host, name = socket.gethostname(), names[0] if names else cpu_name()
-    known = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
-    rates = [rate for rate in known.devices if (rate.hosts, rate.name) == ((host,), name)]
-    if not rates:
+    name = names[0] if names else cpu_name()
+    measured = _measured_here(name)
+    if measured is None:
         raise ConfigError(
             given=f"no --cluster, on a machine ({name}) that was not measured",
             rule="without --cluster the devices of this machine are taken: accelerators with a preset, or what was measured",
             consequence="nothing was searched",
             nearest="unisono plan calibrate, and the same command again; or --cluster h100x64",
         )
+    return measured
+
+
+def device_here(name: str) -> Device | None:
+    """The device of this machine with a name as torch has it: a preset, else what was measured last; None without either.
+
+    Raises ConfigError if what was measured is not enough.
+    """
+    preset = _preset(name)
+    if preset is not None:
+        return preset
+    measured = _measured_here(name)
+    return None if measured is None else measured.device
+
+
+def _measured_here(name: str) -> Cluster | None:
+    """The cluster that was measured on this host last, of devices of this name; None if none was."""
+    host = socket.gethostname()
+    known = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
+    rates = [rate for rate in known.devices if (rate.hosts, rate.name) == ((host,), name)]
+    if not rates:
+        return None
     measured = max(rates, key=lambda rate: rate.at_s)
     return as_cluster(measured_options(measured, known.links), place=f"what was measured on {host}")
 

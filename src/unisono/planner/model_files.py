@@ -22,7 +22,7 @@ from unisono.train.config import AUTO, RunConfig
 
 _SUFFIXES: Final = (".json", ".toml", ".py")
 DEFAULT_TOKENS: Final = 2048  # of a sequence of a model whose code does not say it
-_SHAPED: Final = ("gpt", "moe", "bert")
+SHAPED: Final = ("gpt", "moe", "bert")  # built-in models that a shape is of
 
 
 def is_model_file(name: str) -> bool:
@@ -102,13 +102,18 @@ def _configured_shape(path: Path, seq_len: int, *, trust_python: bool) -> ModelS
 
         tokens = seq_len or config.data.seq_len
         return traced_shape(lambda: own_model(config), tokens=tokens, given=f"{path}: components.model")
-    if name not in _SHAPED or kind not in LANGUAGE_MODELS or kind not in MODELS[str(name)]:
+    if name not in SHAPED or kind not in LANGUAGE_MODELS or kind not in MODELS[str(name)]:
         raise _refused(
             f"{path}: components.model {name if isinstance(name, str) else 'of your own'!r} for task.kind {kind!r}",
             "a shape is that of a language model gpt or moe, or of a masked language model bert",
             _tracing(path),
         )
-    model, vocab = config.model, _vocabulary(config, path)
+    return built_in_shape(config, str(name), _vocabulary(config, path))
+
+
+def built_in_shape(config: RunConfig, name: str, vocab: int) -> ModelShape:
+    """The shape of the built-in language model ``name`` as ``config`` has it, with ``vocab`` rows of the embedding."""
+    model = config.model
     if name == "bert":
         return bert_shape(
             layers=model.num_layers,

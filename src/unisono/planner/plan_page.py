@@ -84,6 +84,11 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
         Figure("tokens per second and device", f"{best.tokens_per_s:,.0f}"),
         Figure("of the peak", f"{best.utilization:.1%}"),
         Figure("memory that must fit", f"{format_gib(best.needed_bytes)} of {format_gib(found.limit_bytes)}"),
+        *(
+            [Figure("learned", f"times {answer.learned.factor:.3g} by {answer.learned.runs} runs")]
+            if answer.learned.runs
+            else []
+        ),
         *([Figure("on the host, of each device", format_gib(best.host_bytes))] if best.host_bytes else []),
         Figure("layouts compared", f"{found.num_layouts:,}; {found.num_fitting:,} fit"),
     ]

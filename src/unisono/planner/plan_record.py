@@ -1,9 +1,10 @@
 """What plans were predicted to take on this host, and what runs with them took, in one JSON file. No torch.
 
-``unisono plan auto`` writes the predictions, a run adds what it took, and the next prediction is corrected by both. The file lies
-in the user's cache folder, beside that of ``measure.calibration``, and may be deleted at any time.
+``unisono plan auto`` writes the predictions, a run adds what it took, and the next prediction is corrected by both. A run of a
+language model also adds its layout, for ``unisono plan --cluster`` (``layout_record``). The file lies in the user's cache folder,
+beside that of ``measure.calibration``, and may be deleted at any time.
 
-    {"version": 1, "predictions": [{…}], "runs": [{…}]}
+    {"version": 1, "predictions": [{…}], "runs": [{…}], "layouts": [{…}]}
 
 The reader takes what it understands: entries that are damaged or of a later version are left out. A file that another user can
 have written is not read.
@@ -15,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import socket
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ import msgspec
 import numpy as np
 
 from unisono.config.fields import option_tree
+from unisono.planner.layout_record import MeasuredLayout
+from unisono.planner.learned import MOST_WAIT_FRAC, LearnedFactors, Ratio
 from unisono.storage.directory import make_folder
 from unisono.storage.files import file_lock, write_atomically
 from unisono.storage.ownership import read_own_json
@@ -38,15 +40,13 @@ if TYPE_CHECKING:
 
     from unisono.observe.history import RankHistory
     from unisono.plan.plan import Plan
+    from unisono.planner.layout import Layout
     from unisono.planner.timed_plan import TimedPlan
 
 # Raise it with every change after which predicted step times differ: errors of other predictions are no guide.
 PREDICTOR_VERSION: Final = 1
 PLAN_RECORD_FILE: Final = "plan_record.json"  # in the user's cache folder
 MIN_STEPS: Final = 10  # steady ones: the time of fewer is no figure of a run
-_MOST_PREDICTIONS: Final = 20  # the newest of which a correction is the median
-_LEAST_PREDICTIONS: Final = 3  # a correction by one was worse than none, by two no better (docs/log.md)
-_MOST_WAIT_FRAC: Final = 0.1  # a run that waits longer for data says little of its plan
 _VERSION: Final = 1
 _MAX_BYTES: Final = 1 << 22
 _MAX_ENTRIES: Final = 256  # of each kind, the newest
@@ -160,49 +160,26 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
-    """A correction: ``factor``, the median of measured over predicted steps, from ``runs`` earlier runs; 1 without any."""
-
-    factor: float = 1.0
-    runs: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
     """The content of a record file, each list from the oldest to the newest."""
 
     predictions: Sequence[PlanPrediction] = ()
     runs: Sequence[MeasuredRun] = ()
+    layouts: Sequence[MeasuredLayout] = ()
 
     def predicted(self, machine: Machine, plan: str, work: str) -> PlanPrediction | None:
         """What was predicted of the plan and the work with these digests on this very machine."""
         return next((each for each in self.predictions if each.key == (machine, plan, work)), None)
 
-    def learned(self, machine: Machine, axes: Sequence[str]) -> Learned:
-        """The correction of a plan that shares ``axes``: by runs with the same ones, else by all runs of such a machine.
-
-        Runs of one prediction count as one, by their median: whatever disturbed the prediction is in all of them.
-        Plans of which nothing is known are thus corrected as well. They would be preferred otherwise wherever runs take
-        longer than predicted, as what is found to be the fastest was chosen for a short prediction.
-        """
-        here = [
-            run for run in self.runs if run.predicted.machine.is_like(machine) and run.data_wait_frac <= _MOST_WAIT_FRAC
-        ]
-        alike = _by_prediction(run for run in here if run.predicted.axes == tuple(axes))
-        used = alike if len(alike) >= _LEAST_PREDICTIONS else _by_prediction(here)
-        if len(used) < _LEAST_PREDICTIONS:
-            return Learned()
-        newest = used[-_MOST_PREDICTIONS:]
-        return Learned(factor=statistics.median(map(statistics.median, newest)), runs=sum(map(len, newest)))
-
-
-def _by_prediction(runs: Iterable[MeasuredRun]) -> list[list[float]]:
-    """Measured over predicted steps of the runs of each prediction; that with the newest run is last."""
-    found: dict[object, list[float]] = {}
-    for run in runs:
-        prediction = run.predicted.key, run.predicted.at_s
-        found[prediction] = [*found.pop(prediction, []), run.ratio]
-    return list(found.values())
+    def learned(self, machine: Machine) -> LearnedFactors:
+        """The corrections by runs on ``machine`` or one that is like it."""
+        return LearnedFactors(
+            ratios=[
+                Ratio(prediction=(run.predicted.key, run.predicted.at_s), axes=run.predicted.axes, ratio=run.ratio)
+                for run in self.runs
+                if run.predicted.machine.is_like(machine) and run.data_wait_frac <= MOST_WAIT_FRAC
+            ]
+        )
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -267,36 +244,73 @@ def prediction_of(
     )
 
 
-def measured_run(predicted: PlanPrediction, history: RankHistory, attempt: int, *, at_s: float) -> MeasuredRun | None:
-    """What an attempt of a run took, by the history of its rank 0; None of one with fewer than ``MIN_STEPS`` steady steps.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadySteps:
+    """What the steady steps of an attempt took.
+
+    Attributes:
+        step_s: Seconds per step, without pauses: the median over the logged steps.
+        steps: How many there are.
+        data_wait_frac: Share of the time in which they waited for data, from 0 to 1.
+        peak_bytes: The most that the allocator of rank 0's device gave out; None where it has none.
+    """
+
+    step_s: float
+    steps: int
+    data_wait_frac: float
+    peak_bytes: int | None
+
+    @staticmethod
+    def of(history: RankHistory, attempt: int) -> SteadySteps | None:
+        """Those of an attempt, from 1, by the history of its rank 0; None of fewer than ``MIN_STEPS``."""
+        here = history.attempts == attempt
+        steps, columns = history.steps[here], {name: values[here] for name, values in history.columns.items()}
+        step_s = columns["perf/step_s"]
+        steady = np.isfinite(step_s)
+        if not steady.any():
+            return None
+        first = int(steady.argmax())
+        earlier = steps[:first][np.isfinite(columns["time/window_s"][:first])]  # readings of the warm-up
+        begin = int(earlier[-1]) if len(earlier) else int(steps[0]) - 1
+        count = int(steps[steady][-1]) - begin
+        if count < MIN_STEPS:
+            return None
+        waits = columns["time/data_wait_frac"][steady]
+        of_allocator = np.isfinite(columns["mem/peak_reserved_bytes"]).any()  # only an allocator reserves
+        return SteadySteps(
+            step_s=float(np.median(step_s[steady])),
+            steps=count,
+            data_wait_frac=float(np.nanmedian(waits)) if np.isfinite(waits).any() else 0.0,
+            peak_bytes=int(np.nanmax(columns["mem/peak_bytes"])) if of_allocator else None,
+        )
+
+
+def measured_run(predicted: PlanPrediction, steady: SteadySteps, *, at_s: float) -> MeasuredRun:
+    """What a run took.
 
     Args:
         predicted: What was predicted of its plan.
-        history: Events of rank 0.
-        attempt: The attempt, from 1.
+        steady: Its steps.
         at_s: Now, in seconds since 1970.
     """
-    here = history.attempts == attempt
-    steps, columns = history.steps[here], {name: values[here] for name, values in history.columns.items()}
-    step_s = columns["perf/step_s"]
-    steady = np.isfinite(step_s)
-    if not steady.any():
-        return None
-    first = int(steady.argmax())
-    earlier = steps[:first][np.isfinite(columns["time/window_s"][:first])]  # readings of the warm-up
-    begin = int(earlier[-1]) if len(earlier) else int(steps[0]) - 1
-    count = int(steps[steady][-1]) - begin
-    if count < MIN_STEPS:
-        return None
-    waits = columns["time/data_wait_frac"][steady]
-    # only an allocator reserves; a pipeline's first rank is not the one that the prediction is of
-    of_allocator = np.isfinite(columns["mem/peak_reserved_bytes"]).any() and "pp" not in predicted.axes
     return MeasuredRun(
         predicted=predicted,
-        step_s=float(np.median(step_s[steady])),
-        steps=count,
-        data_wait_frac=float(np.nanmedian(waits)) if np.isfinite(waits).any() else 0.0,
-        peak_bytes=int(np.nanmax(columns["mem/peak_bytes"])) if of_allocator else None,
+        step_s=steady.step_s,
+        steps=steady.steps,
+        data_wait_frac=steady.data_wait_frac,
+        # a pipeline's first rank is not the one that the prediction is of
+        peak_bytes=None if "pp" in predicted.axes else steady.peak_bytes,
+        at_s=at_s,
+    )
+
+
+def measured_layout(layout: Layout, steady: SteadySteps, *, at_s: float) -> MeasuredLayout:
+    """What a run with ``layout`` took; ``at_s`` is now, in seconds since 1970."""
+    return MeasuredLayout(
+        layout=layout,
+        step_s=steady.step_s,
+        steps=steady.steps,
+        data_wait_frac=min(1.0, steady.data_wait_frac),
         at_s=at_s,
     )
 
@@ -315,13 +329,24 @@ def read_plan_record(path: Path) -> PlanRecord:
     return PlanRecord(
         predictions=_entries(entries.get("predictions"), PlanPrediction),
         runs=_entries(entries.get("runs"), MeasuredRun),
+        layouts=_entries(entries.get("layouts"), MeasuredLayout),
     )
 
 
 def add_to_plan_record(
-    path: Path, *, predictions: Iterable[PlanPrediction] = (), runs: Iterable[MeasuredRun] = ()
+    path: Path,
+    *,
+    predictions: Iterable[PlanPrediction] = (),
+    runs: Iterable[MeasuredRun] = (),
+    layouts: Iterable[MeasuredLayout] = (),
 ) -> None:
     """Add entries to the file at ``path``, predictions in place of earlier ones of the same keys. It is replaced atomically.
+
+    Args:
+        path: The file.
+        predictions: What was predicted.
+        runs: What runs with predicted plans took.
+        layouts: What layouts took.
 
     Raises:
         OSError: It cannot be written.
@@ -334,11 +359,12 @@ def add_to_plan_record(
             "version": _VERSION,
             "predictions": _newest(by_key.values()),
             "runs": _newest((*known.runs, *runs)),
+            "layouts": _newest((*known.layouts, *layouts)),
         }
         write_atomically(path, json.dumps(content, indent=1).encode(), mode=0o600)
 
 
-def _newest(entries: Iterable[PlanPrediction | MeasuredRun]) -> list[dict[str, Any]]:
+def _newest(entries: Iterable[PlanPrediction | MeasuredRun | MeasuredLayout]) -> list[dict[str, Any]]:
     return [asdict(entry) for entry in sorted(entries, key=lambda entry: entry.at_s)[-_MAX_ENTRIES:]]
 
 
