@@ -22,8 +22,6 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.dtensor_placements import (
-    parameter_placements,
-    redistribute_grads,
     resolve_placements,
     shard_function,
     shard_module,
@@ -74,8 +72,7 @@ def dims_of(world: World, **options: object) -> ParallelDims:
 def trained(world: World, mode: str) -> dict[str, list]:
     """Losses and all parameters after steps of plain SGD on this rank's pieces."""
     model = Net().double()
-    if mode != "alone":
-        shard_module(model, PINS, dims_of(world, tp=world.world_size))
+    pins = {} if mode == "alone" else shard_module(model, PINS, dims_of(world, tp=world.world_size))
     if mode == "function":
         for block in model.blocks:
             block.norm.forward = shard_function(
@@ -87,23 +84,25 @@ def trained(world: World, mode: str) -> dict[str, list]:
         tokens = torch.randint(0, 11, (3, 6), generator=generator)
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="sum")
         loss.backward()
-        redistribute_grads(model)
         losses.append(loss.item())
         with torch.no_grad():
             for parameter in model.parameters():
-                here, gradient = parameter, parameter.grad
-                if isinstance(parameter, DTensor):
-                    here, gradient = parameter.to_local(), gradient.to_local()
-                here -= 0.02 * gradient
+                assert not isinstance(parameter, DTensor)
+                parameter -= 0.02 * parameter.grad
                 parameter.grad = None
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     return {
         "losses": losses,
-        "held": held,
-        "pins": parameter_placements(model),
-        "whole": {n: p.tolist() for n, p in whole.items()},
+        "held": sum(p.numel() for p in model.parameters()),
+        "pins": pins,
+        "whole": {n: joined(world, p.detach(), pins.get(n, ())).tolist() for n, p in model.named_parameters()},
     }
+
+
+def joined(world: World, part: Tensor, dims: tuple[str | None, ...]) -> Tensor:
+    """The whole tensor of which each rank has a part."""
+    if "tp" not in dims:
+        return part
+    return torch.cat([torch.tensor(values) for values in world.all_gather_json(part.tolist())], dims.index("tp"))
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("parameters", 2), ("parameters", 4), ("function", 2)])
@@ -146,18 +145,17 @@ def gradients(world: World) -> dict[str, list]:
     """Loss and gradients of a GPT whose feed-forward layers are pinned, each by itself: what is around them stays plain."""
     torch.manual_seed(0)
     model = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11, ffn_dim=12))
+    pins = {}
     if world.group is not None:
         columns, rows = ("tp", None), (None, "tp")
-        for block in model.blocks:
+        for number, block in enumerate(model.blocks):
             pinned = {"gate.weight": columns, "up.weight": columns, "down.weight": rows}
-            shard_module(block.ffn, pinned, dims_of(world, tp=world.world_size))
+            own = shard_module(block.ffn, pinned, dims_of(world, tp=world.world_size))
+            pins |= {f"blocks.{number}.ffn.{name}": dims for name, dims in own.items()}
     tokens = torch.randint(0, 11, (3, 6))
     loss = nn.functional.cross_entropy(model(tokens).logits().flatten(0, 1), tokens.flatten(), reduction="sum")
     loss.backward()
-    redistribute_grads(model)
-    found = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
+    found = {name: joined(world, p.grad, pins.get(name, ())) for name, p in model.named_parameters()}
     return {name: gradient.tolist() for name, gradient in found.items()} | {"loss": [loss.item()]}
 
 
@@ -181,7 +179,9 @@ def refusals(world: World) -> list[str]:
         model = Net()
         with pytest.raises(PlanError) as caught:
             shard_module(model, placements, dims)
-        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert {name: p.shape for name, p in model.named_parameters()} == {
+            n: p.shape for n, p in Net().named_parameters()
+        }
         found.append(str(caught.value))
     for value in (torch.zeros(2), 3):
         with pytest.raises(PlanError) as caught:
@@ -189,8 +189,9 @@ def refusals(world: World) -> list[str]:
         found.append(str(caught.value))
     net = Net()
     shard_module(net, PINS, dims)
+    net.blocks[0].norm.forward = shard_function(net.blocks[0].norm.forward, inputs=[("tp",)])
     with pytest.raises(PlanError) as caught:
-        shard_function(torch.relu, inputs=[("tp",)])(net.table.weight)
+        net(torch.zeros(1, 4, dtype=torch.int64))
     found.append(str(caught.value))
     gpt = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11))
     shard_module(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, dims)
@@ -231,10 +232,10 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         "  try:  shard(model, …) first, and None for what is no tensor"
     )
     assert dims == (
-        "the placement ('tp',) of input 0 of relu of shape [11, 8]\n"
+        "the placement ('tp',) of input 0 of forward of shape [1, 4, 8]\n"
         "  rule: a placement says for each dim whether it is cut\n"
         "  so:   it is unclear which dim is meant\n"
-        "  try:  2 entries of 'tp' or None"
+        "  try:  3 entries of 'tp' or None"
     )
     assert "input 0 of relu: int" in number
     assert gpt == (

@@ -263,9 +263,6 @@ def test_says_what_would_work(name: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "changes", "given", "rule", "nearest"),
     [
-        (4, {"dp_shard": 2}, {}, "dp_shard 2", "FSDP2 would shard each parameter again, along dims that DTensor has sharded", ""),
-        (4, {"cp": 2}, {}, "cp 2", "attention over shared sequences runs on plain tensors, not on DTensors", ""),
-        (4, {"pp": 2}, {}, "pp 2", "stages pass on plain tensors, and each has some of the modules only", ""),
         (2, {}, {"sequence_parallel": True}, "sequence_parallel True", "DTensor decides how activations are sharded", ""),
         (2, {}, {"rules": (RULE,)}, "rules 1", "a layer is sharded by rules or by placements", "one of the two"),
     ],
@@ -279,10 +276,3 @@ def test_what_is_not_beside_placements(
     assert str(caught.value) == (
         f"placements with {given}\n  rule: {rule}\n  so:   the model could not be sharded both ways\n  try:  {nearest}"
     )
-
-
-def test_experts_are_not_beside_placements() -> None:
-    with pytest.raises(PlanError) as caught:
-        validate_plan(changed(plan(4, tp=2, dp_shard=2, ep=2), placements=PLACED), 4)
-    _, ep = caught.value.problems
-    assert (ep.given, ep.rule) == ("placements with ep 2", "tokens are sent to experts as plain tensors")

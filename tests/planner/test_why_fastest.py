@@ -15,8 +15,8 @@ import pytest
 from unisono.plan.pipeline_schedule import schedule_order
 from unisono.planner.fastest import Candidate
 from unisono.planner.fastest_page import write_fastest_page
-from unisono.planner.pipeline_timeline import pipeline_timeline
 from unisono.planner.learned import Learned
+from unisono.planner.pipeline_timeline import pipeline_timeline
 from unisono.planner.timed_plan import TimedPlan
 from unisono.planner.why_fastest import flips, neighbours
 

@@ -4,7 +4,6 @@ from .mesh import ParallelDims as ParallelDims
 from .sharding import ShardedParameters as ShardedParameters
 from .sharding import ShardTable as ShardTable
 from .sharding import TensorShard as TensorShard
-from .tensor.dtensor_placements import parameter_placements as parameter_placements
 from .tensor.dtensor_placements import shard_function as shard_function
 from .tensor.dtensor_placements import shard_module as shard_module
 from .transforms import TRANSFORMS as TRANSFORMS

@@ -33,7 +33,7 @@ from unisono.parallel.recompute import (
     recompute_modules,
 )
 from unisono.parallel.sharding import ShardTable
-from unisono.parallel.tensor.dtensor_placements import apply_placements, resolve_placements
+from unisono.parallel.tensor.dtensor_placements import Dims, apply_placements, check_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.plan.pipeline_schedule import stage_index
@@ -71,6 +71,7 @@ class ParallelModel:
         stages: This rank's stages, once a plan with ``pp`` is applied.
         recomputed: Modules that the backward pass computes again, by their names in the global model.
         compute_dtypes: Dtypes in which modules compute, by their names in the global model; only those that a dtype rule sets.
+        placed: Placement of each parameter of the global model, by name, once placements of the plan are applied.
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class ParallelModel:
     stages: PipelineStages | None = None
     recomputed: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     compute_dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    placed: dict[str, Dims] = field(default_factory=dict[str, Dims])
 
 
 class Transform(NamedTuple):
@@ -170,6 +172,10 @@ def _sync_batch_norm(parallel: ParallelModel, dims: ParallelDims) -> None:
 
 def _select_recomputed(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
     parallel.recomputed = find_recomputed_modules(parallel.plan, parallel.model, parallel.blocks)
+
+
+def _apply_placements(parallel: ParallelModel, dims: ParallelDims) -> None:
+    parallel.placed = apply_placements(parallel.model, dims, parallel.table)
 
 
 def _apply_context_parallel(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
@@ -288,8 +294,8 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "placements",
         lambda plan: bool(plan.tensor_parallel.placements),
-        resolve_placements,
-        lambda parallel, dims: apply_placements(parallel.model, dims, parallel.table),
+        lambda model, plan: check_placements(model, plan, repeated_blocks(model)),
+        _apply_placements,
     ),
     Transform(
         "tensor_parallel",

@@ -329,29 +329,24 @@ def _choices(plan: Plan, _world_size: int) -> Iterator[Problem]:
         )
 
 
-# settings that act on plain tensors, and why DTensors do not fit
-_NO_PLACEMENTS = {
-    "dp_shard": "FSDP2 would shard each parameter again, along dims that DTensor has sharded",
-    "cp": "attention over shared sequences runs on plain tensors, not on DTensors",
-    "pp": "stages pass on plain tensors, and each has some of the modules only",
-    "ep": "tokens are sent to experts as plain tensors",
-    "sequence_parallel": "DTensor decides how activations are sharded",
-}
-
-
 def _placements(plan: Plan, _world_size: int) -> Iterator[Problem]:
     """Settings that cannot be combined with placements, and placements without effect."""
     parallel = plan.tensor_parallel
     if not parallel.placements:
         return
-    conflicts = _above_one(plan, "dp_shard", "cp", "pp", "ep")
-    conflicts |= {"sequence_parallel": True} if parallel.sequence_parallel else {}
-    for name, value in conflicts.items():
+    if parallel.sequence_parallel:
         yield Problem(
-            given=f"placements with {name} {value}",
-            rule=_NO_PLACEMENTS[name],
+            given="placements with sequence_parallel True",
+            rule="DTensor decides how activations are sharded",
             consequence="the model could not be sharded both ways",
-            nearest=f"no {name}, or tensor_parallel.rules in place of placements",
+            nearest="no sequence_parallel, or tensor_parallel.rules in place of placements",
+        )
+    if plan.pipeline.schedule == "zbv" and plan.mesh.pp > 1:
+        yield Problem(
+            given="placements with schedule 'zbv'",
+            rule="zbv computes gradients of weights from plain tensors, and placed layers compute with DTensors",
+            consequence="the gradients could not be computed later",
+            nearest="schedule='1f1b' or 'interleaved'",
         )
     if parallel.rules:
         yield Problem(
@@ -438,8 +433,6 @@ def _compression(plan: Plan) -> Iterator[Problem]:
     codec, reason = plan.sync.compression, ""
     if plan.uses_fsdp:
         reason = "FSDP2 reduces the gradients of sharded states itself"
-    elif plan.tensor_parallel.placements:
-        reason = "DTensor reduces the gradients of placed parameters itself"
     elif plan.mesh.dp_replicate == 1:
         reason = "no gradient is sent from rank to rank"
     if plan.precision.uses_loss_scale:

@@ -37,7 +37,6 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.sharding import ShardedParameters
-from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import ParallelModel, parallelize
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import worker_plan
@@ -266,7 +265,7 @@ def shard_model(
         parallel = parallelize(dims.plan, built.model.train(), dims, context, partition)
     model, stages = parallel.model, parallel.stages
     if dims.plan.tensor_parallel.placements:
-        events.emit("placements", placed=parameter_placements(model))
+        events.emit("placements", placed=parallel.placed)
     if deferred is not None:
         allocate_shards(model, device)
     pipeline = PipelineExecutor(stages, dims, device) if stages is not None else None

@@ -24,7 +24,6 @@ from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters
-from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.parallel.tensor.dtensor_traffic import DTensorCollectives
 from unisono.parallel.traffic import Traffic
 from unisono.plan.plan import Plan
@@ -85,8 +84,6 @@ def build_gradient_sync(
     device = next(iter(sharded.parameters.values())).device
     if plan.uses_fsdp:
         return FSDPGradients(model, sharded, dims), None
-    if plan.tensor_parallel.placements:
-        return DTensorGradients(model, sharded, dims), None
     codec = _choose_codec(plan, dims, device, optimizer, events)
     if plan.sync.kind == "dist_local":
         # the plan allows no low-rank codec here
@@ -171,12 +168,12 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
             compressed=sync.compressed,
         )
         return CommStats(events, sync.peer_traffic, traffic=traffic, sums=counted, measured=known)
-    if plan.tensor_parallel.placements and plan.backend.compile == "off":
+    of_dtensor: dict[str, Any] = {}
+    if plan.tensor_parallel.placements:
         sampled = Traffic(world)
-        sample = DTensorCollectives(sampled, dims.group("tp"))
-        return CommStats(events, tuple, traffic=traffic, measured=known, sample=sample, sampled=sampled)
+        of_dtensor = {"sample": DTensorCollectives(sampled, dims.group("tp")), "sampled": sampled}
     if not isinstance(sync, BucketedAllReduce) or sync.num_workers == 1:
-        return CommStats(events, tuple, traffic=traffic, measured=known)
+        return CommStats(events, tuple, traffic=traffic, measured=known, **of_dtensor)
     facts: dict[str, Any] = {}
     compressed = sync.transport.endswith(COMPRESSED)
     if sync.num_workers == world.world_size and not compressed:
@@ -193,7 +190,7 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
     def peers() -> list[PeerTraffic]:
         return [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes, facts)]
 
-    return CommStats(events, peers, traffic=traffic, sums=counted, measured=known)
+    return CommStats(events, peers, traffic=traffic, sums=counted, measured=known, **of_dtensor)
 
 
 class LocalSGDSync(SyncState):

@@ -40,6 +40,7 @@ from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.partition import PipelinePartition, partition_model
 from unisono.parallel.recompute import check_called, find_recomputed_modules
+from unisono.parallel.tensor.dtensor_placements import check_placed_reads
 from unisono.parallel.transforms import check_transforms, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -328,6 +329,9 @@ def complete_plan_for_model(
     if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
+    if plan.tensor_parallel.placements:
+        with _collect_problems(problems):
+            check_placed_reads(model, plan, inputs(batch()))
     problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone
     if problems:
         raise PlanError(*dict.fromkeys(problems))

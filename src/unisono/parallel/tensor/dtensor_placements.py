@@ -3,48 +3,62 @@
     shard_module(model, {"blocks.*.up.weight": ("tp", None), "blocks.*.down.weight": (None, "tp")}, dims)
 
 sets for parameters, by name or pattern, the dim along which they are sharded over the ranks of ``tp``. All other parameters and
-buffers are replicated. DTensor propagates placements through operations and inserts the collectives (as GSPMD, Xu et al. 2021).
-``shard_function`` sets the placements of a function's inputs and outputs. Only ``tp`` may be named: along ``dp_shard`` FSDP2
-shards all parameters by rows, and ranks of the other axes compute different samples or layers.
+buffers are replicated. In the forward pass of the model they are DTensors: DTensor propagates placements through operations and
+inserts the collectives (as GSPMD, Xu et al. 2021). Outside of it, and for all else that shards or reduces parameters, a rank has
+plain tensors: its part of each. ``shard_function`` sets the placements of a function's inputs and outputs. Only ``tp`` may be
+named: along ``dp_shard`` FSDP2 shards all parameters by rows, and ranks of the other axes compute different samples or layers.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.expert import expert_layers
 from unisono.parallel.hooks import wrap_forward
-from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
-from unisono.parallel.sharding import ShardedParameters, ShardTable
-from unisono.parallel.timed_collectives import all_reduce
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.sharding import ShardTable
 from unisono.plan import rules
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
+from unisono.plan.trace import trace
 
 AXIS = "tp"
 Dims = tuple[str | None, ...]
 
 
-def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: ParallelDims) -> None:
+def shard_module(
+    model: nn.Module,
+    placements: Mapping[str, Dims],
+    dims: ParallelDims,
+    record: Callable[[str, int, int, int], None] | None = None,
+) -> dict[str, Dims]:
     """Shard the parameters of ``model`` that ``placements`` names and replicate the others, in place.
 
-    Inside the model all tensors are DTensors; its inputs and outputs are plain tensors that are equal on the ranks. All ranks
-    call this, with equal models.
+    Each rank has its part of a sharded parameter, in blocks of equal size of which the last may be smaller, as a plain parameter.
+    Its gradient is that of the part; that of a replicated one is complete, and equal on the ranks. Inputs and outputs of the
+    model are plain tensors that are equal on the ranks. All ranks call this, with equal models.
 
     Args:
         model: A model, or a part of one.
         placements: By pattern of names (``fnmatch``): for each dim "tp" or None.
+        dims: The mesh of the ranks.
+        record: Called with name, dim, first element and number of elements of each part.
+
+    Returns:
+        The placement of each parameter, by name.
 
     Raises:
         PlanError: A pattern or placement does not fit; nothing was changed. In a forward pass: DTensor has no rule for an
@@ -63,25 +77,124 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: Paralle
         )
     if problems:
         raise PlanError(*problems)
-    mesh = _mesh(dims)
-    distributed = {
-        parameter: nn.Parameter(
-            distribute_tensor(
-                parameter.detach(), mesh, _torch_placements(chosen.get(parameter, ())), src_data_rank=None
-            ),
-            requires_grad=parameter.requires_grad,
-        )
-        for parameter in names
-    }
+    placed = {aliases[0]: chosen.get(parameter, (None,) * parameter.dim()) for parameter, aliases in names.items()}
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    tensors: list[_PlacedTensor] = []
     for module in model.modules():
-        if any(p in chosen for p in module.parameters(recurse=False)):
+        if any(parameter in chosen for parameter in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_reduce_gradients)
             module.register_forward_hook(_reduce_outputs)
+    for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, distributed[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
-    _convert_at_boundary(model, mesh)
+            layout = chosen.get(parameter, ())
+            if AXIS in layout:
+                if parameter not in parts:
+                    dim, begin, length = _own_part(parameter, layout, dims)
+                    parts[parameter] = _part(parameter, dim, begin, length)
+                    if record is not None:
+                        record(names[parameter][0], dim, begin, length)
+                setattr(module, name, parts[parameter])
+            tensors.append(_PlacedTensor.of(module._parameters, name, parameter, layout))  # pyright: ignore[reportPrivateUsage]
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            tensors.append(_PlacedTensor.of(module._buffers, name, buffer, ()))  # pyright: ignore[reportPrivateUsage]
+    _compute_with_dtensors(model, tensors, _mesh(dims))
+    return placed
+
+
+class _PlacedTensor(NamedTuple):
+    """A parameter or buffer, in the dict of a module that has it, and what its DTensor is."""
+
+    own: dict[str, Any]
+    name: str
+    placements: list[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(own: dict[str, Any], name: str, whole: Tensor, dims: Dims) -> _PlacedTensor:
+        """That of a tensor that is ``whole``."""
+        stride = torch.empty(whole.shape, device="meta").stride()
+        return _PlacedTensor(own, name, _torch_placements(dims), whole.shape, stride)
+
+
+def _own_part(parameter: nn.Parameter, layout: Dims, dims: ParallelDims) -> tuple[int, int, int]:
+    """The dim along which a parameter is sharded, and this rank's first element and number of elements, as DTensor has them."""
+    dim = layout.index(AXIS)
+    whole = parameter.shape[dim]
+    size = -(-whole // dims.plan.mesh.tp)
+    begin = min(dims.rank_along(AXIS) * size, whole)
+    return dim, begin, min(size, whole - begin)
+
+
+def _part(parameter: nn.Parameter, dim: int, begin: int, length: int) -> nn.Parameter:
+    part = parameter.detach().narrow(dim, begin, length).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def check_placements(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> None:
+    """Raises PlanError with all problems of the placements of ``plan`` in ``model``, whose repeated blocks are ``blocks``."""
+    placed, _ = resolve_placements(model, plan)
+    paths = {module: path for path, module in model.named_modules()}
+    in_blocks = [paths[block] for block in blocks]
+    experts = [path for path, _ in expert_layers(model)]
+    problems: list[Problem] = []
+    for path in placed:
+        if plan.mesh.pp > 1 and not any(_is_in(path, block) for block in in_blocks):
+            problems.append(
+                Problem(
+                    given=f"placements in {path or 'the model'!r} with pp {plan.mesh.pp}",
+                    rule="a stage has some of the blocks, and parts of a module outside of them on other stages are left out",
+                    consequence="a stage would place what it does not have",
+                    nearest="placements in modules of a block, or pp=1",
+                )
+            )
+        met = [expert for expert in experts if _is_in(expert, path) or _is_in(path, expert)]
+        if plan.mesh.ep > 1 and met:
+            problems.append(
+                Problem(
+                    given=f"placements in {path or 'the model'!r}, which has the experts {met[0]}, with ep {plan.mesh.ep}",
+                    rule="tokens are sent to experts as plain tensors, and inside of a module with placements all are DTensors",
+                    consequence="the experts would get what they cannot send",
+                    nearest="placements in other modules, or ep=1",
+                )
+            )
+    _raise(problems)
+
+
+def check_placed_reads(model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]) -> None:
+    """Raises PlanError where a placed parameter is read outside of the module that is placed: a rank would take its part for the
+    whole. ``inputs`` are those of any micro-batch."""
+    traced, names = trace(model, inputs), _names(model)
+    called = {call.module for call in traced.calls}
+    problems: list[Problem] = []
+    for path, placements in resolve_placements(model, plan)[0].items():
+        module = model.get_submodule(path)
+        chosen = {alias for parameter in _match(_names(module), placements)[0] for alias in names[parameter]}
+        readers = [op for op in traced.ops if not chosen.isdisjoint(op.parameters) and not _is_in(op.module, path)]
+        if readers or (path and path not in called):
+            where = f"reads it in {readers[0].module or 'its own forward pass'}" if readers else "never calls it"
+            problems.append(
+                Problem(
+                    given=f"placements in {path or 'the model'!r}: the model {where}",
+                    rule="a placed parameter is a DTensor in the forward pass of the module that is placed, and elsewhere the "
+                    "part of a rank",
+                    consequence="the part would be taken for the whole",
+                    nearest="placements in the module around what reads it",
+                )
+            )
+        if plan.mesh.cp > 1 and any(
+            op.name == "scaled_dot_product_attention" and _is_in(op.module, path) for op in traced.ops
+        ):
+            problems.append(
+                Problem(
+                    given=f"placements in {path or 'the model'!r}, which computes attention, with cp {plan.mesh.cp}",
+                    rule="attention over shared sequences runs on plain tensors, and inside of a module with placements all are "
+                    "DTensors",
+                    consequence="the ranks could not exchange their keys and values",
+                    nearest="placements in modules without attention, or cp=1",
+                )
+            )
+    _raise(problems)
 
 
 def resolve_placements(
@@ -123,23 +236,38 @@ def resolve_placements(
                 )
     problems += [*_overlapping(model, placed), *_outside(redistributed, placed)]
     problems += [problem for path, own in placed.items() for problem in _match(_names(modules[path]), own)[1]]
-    if problems:
-        alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
-        raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
+    _raise(problems)
     return placed, redistributed
 
 
-def apply_placements(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
+def _raise(problems: Sequence[Problem]) -> None:
+    """Raise PlanError with ``problems``, if any; of those of repeated blocks with that of the first."""
+    if problems:
+        alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
+        raise PlanError(*reversed(alike.values()))
+
+
+def apply_placements(model: nn.Module, dims: ParallelDims, table: ShardTable) -> dict[str, Dims]:
     """Shard ``model`` in place by the placements of the plan, set those of inputs and outputs of modules, and record the shards
-    in ``table``."""
+    in ``table``. Returns the placement of each parameter, by name."""
     modules = dict(model.named_modules())
     placed, redistributed = resolve_placements(model, dims.plan)
+    found: dict[str, Dims] = {name: (None,) * parameter.dim() for name, parameter in model.named_parameters()}
     for path, placements in placed.items():
-        shard_module(modules[path], placements, dims)
-        _record(modules[path], path, dims, table)
+
+        def record(name: str, dim: int, begin: int, length: int, path: str = path) -> None:
+            table.select(_joined(path, name), dim, [(begin, length)])
+
+        own = shard_module(modules[path], placements, dims, record)
+        found |= {_joined(path, name): layout for name, layout in own.items()}
     for path, placement in redistributed.items():
         pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
         wrap_forward(modules[path], partial(_call, pinned))
+    return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
 
 
 def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,42 +313,8 @@ def _within(name: str, path: str) -> bool:
     return not path or name.startswith(path + ".")
 
 
-def _record(module: nn.Module, path: str, dims: ParallelDims, table: ShardTable) -> None:
-    """Record in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
-    for name, parameter in module.named_parameters():
-        placement = _dims(parameter)
-        if AXIS in placement:
-            dim = placement.index(AXIS)
-            size = -(-parameter.shape[dim] // dims.plan.mesh.tp)
-            start = min(dims.rank_along(AXIS) * size, parameter.shape[dim])
-            length = cast(DTensor, parameter).to_local().shape[dim]
-            table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
-
-
-class DTensorGradients:
-    """The gradient synchronisation of a model with placements: completes DTensor's partial sums at the end of a step."""
-
-    def __init__(self, model: nn.Module, sharded: ShardedParameters, dims: ParallelDims) -> None:
-        self._model, self._sharded, self._dims = model, sharded, dims
-        self.gradients, self.zero_grad = sharded.gradients, sharded.zero_grad
-
-    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """Does nothing: gradients are sent at the end of the step only."""
-
-    def wait(self, totals: Tensor) -> None:
-        """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
-        world = self._dims.world
-        with world.explain_errors("gradient totals"):
-            all_reduce(totals, world.group)
-        redistribute_grads(self._model)
-        self._sharded.collect_grads()
-        for gradient in self.gradients():
-            self._dims.sum(gradient, "dp_replicate")
-
-    def close(self) -> None:
-        """Free the gradients, and torch's caches of the mesh."""
-        self._sharded.zero_grad()
-        clear_mesh_caches()
+def _is_in(path: str, outer: str) -> bool:
+    return path == outer or _within(path, outer)
 
 
 def shard_function(
@@ -248,21 +342,6 @@ def shard_function(
     return pinned
 
 
-def parameter_placements(model: nn.Module) -> dict[str, Dims]:
-    """Placement of each parameter, by name; all None for a replicated one."""
-    return {name: _dims(parameter) for name, parameter in model.named_parameters()}
-
-
-def redistribute_grads(model: nn.Module) -> None:
-    """Give every gradient the placement of its parameter; that of a replicated parameter may still be a partial sum."""
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            placements = cast(DTensor, parameter).placements
-            if gradient.placements != placements:
-                parameter.grad = gradient.redistribute(placements=placements)
-
-
 def _reduce_gradients(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Reduce the gradients of inputs here. DTensor would otherwise reduce them later, scattered along the batch, which it cannot
     always split."""
@@ -285,11 +364,6 @@ def _mesh(dims: ParallelDims) -> DeviceMesh:
 
 def _torch_placements(dims: Dims) -> list[Placement]:
     return [Shard(dims.index(AXIS)) if AXIS in dims else Replicate()]
-
-
-def _dims(tensor: Tensor) -> Dims:
-    (placement,) = tensor.placements if isinstance(tensor, DTensor) else (Replicate(),)
-    return tuple(AXIS if isinstance(placement, Shard) and placement.dim == dim else None for dim in range(tensor.dim()))
 
 
 def _match(
@@ -360,8 +434,8 @@ def _redistribute(value: Any, dims: Dims, what: str) -> Any:
     return value.redistribute(placements=_torch_placements(dims))
 
 
-def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Convert the inputs of ``model`` to DTensors, and its outputs to plain tensors."""
+def _compute_with_dtensors(model: nn.Module, tensors: Sequence[_PlacedTensor], mesh: DeviceMesh) -> None:
+    """Let ``model`` compute with DTensors of its parameters, buffers and inputs, and return plain tensors."""
 
     def replicated(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -369,7 +443,8 @@ def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
     def with_dtensors(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, replicated, (args, kwargs))
         try:
-            outputs = forward(*args, **kwargs)
+            with _as_dtensors(tensors, mesh):
+                outputs = forward(*args, **kwargs)
         # torch raises this or a subclass for an operation without a sharding strategy
         except RuntimeError as error:
             text = str(error)
@@ -384,6 +459,24 @@ def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), outputs)
 
     wrap_forward(model, with_dtensors)
+
+
+@contextmanager
+def _as_dtensors(tensors: Sequence[_PlacedTensor], mesh: DeviceMesh) -> Generator[None]:
+    """Inside, ``tensors`` are DTensors whose gradients go to the plain ones; a partial sum of a gradient is completed."""
+    plain = [each.own[each.name] for each in tensors]
+    converted: dict[int, DTensor] = {}  # what is tied stays one tensor
+    try:
+        for each, tensor in zip(tensors, plain, strict=True):
+            if id(tensor) not in converted:
+                converted[id(tensor)] = DTensor.from_local(
+                    tensor, mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride
+                )
+            each.own[each.name] = converted[id(tensor)]
+        yield
+    finally:
+        for each, tensor in zip(tensors, plain, strict=True):
+            each.own[each.name] = tensor
 
 
 def _name(function: Callable[..., Any]) -> str:
