@@ -558,8 +558,8 @@ BENCHMARKS = (
         title="What the search of layouts learns from runs",
         quick=(),
         text="The measured layouts of the benchmark above, predicted by `unisono plan` from shapes alone: the constants are "
-        "fitted to accelerators, and steps of this small model are mostly what no constant is of. Beside it, the same times what is "
-        "learned from all layouts but the one that is predicted. Medians over the runs of that benchmark.",
+        "fitted to accelerators, and steps of this small model are mostly what no constant is of. Beside it, the same times "
+        "what is learned from all layouts but the one that is predicted. Medians over the runs of that benchmark.",
         rows=(
             Row("median error, {0} learning", "summary/*/median", figures.number("{:.1%}")),
             Row("mean error, {0} learning", "summary/*/mean", figures.number("{:.1%}")),

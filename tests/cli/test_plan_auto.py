@@ -19,6 +19,7 @@ from commands import Desk
 from unisono.cli.plan_auto import _problems_of
 from unisono.dist.interpreter import module_command, module_path
 from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
+from unisono.plan.plan import VERSION
 
 SMALL = (
     "model.dim=16",
@@ -150,6 +151,22 @@ def test_calibrated_ranks_are_searched_and_trained(desk: Desk) -> None:
     again = desk.process("train", "--plan=auto", *sets, "--set=run.dir=run", "--set=train.steps=3")
     assert again.code == 0, again.err  # with the plan that the run has
     assert json.loads((desk.folder / "run" / "plan.json").read_text())["mesh"] == plan["mesh"]
+    # semi-automatic: the file has tp and placements, and micro-batches and recompute are searched
+    columns = {"module": "blocks.*.ffn", "parameter": "up.weight", "dims": ["tp", None]}
+    rows = {"module": "blocks.*.ffn", "parameter": "down.weight", "dims": [None, "tp"]}
+    gate = {**columns, "parameter": "gate.weight"}
+    placed = {"version": VERSION, "mesh": {"tp": 2}, "tensor_parallel": {"placements": [columns, rows, gate]}}
+    (desk.folder / "placed.json").write_text(json.dumps(placed))
+    placed_sets = [
+        *(f"--set={setting}" for setting in (*SMALL, "launch.num_processes=2")),
+        "--set=plan.file=placed.json",
+    ]
+    semi = desk.process("plan", "auto", "--json", *placed_sets)
+    assert semi.code == 0, semi.err
+    candidates = json.loads(semi.out)["candidates"]
+    assert sum(candidate["step_s"] is not None for candidate in candidates) >= 2
+    assert not any("plan.tp" in candidate["settings"] for candidate in candidates)
+
     alone = [setting for setting in sets if "launch." not in setting]
     fewer = desk.process("train", "--plan=auto", *alone, "--set=run.dir=run", "--set=train.steps=4")
     assert fewer.code == 0, fewer.err  # that plan is for two ranks

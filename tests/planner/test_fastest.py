@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from unisono.errors import PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import Kind, stage_index
-from unisono.plan.plan import Plan
+from unisono.plan.plan import VERSION, Plan
 from unisono.planner.fastest import FastestPlanSearch, changes_in_words, pinned_options
 from unisono.planner.learned import Learned
 from unisono.planner.plan_record import used_axes
@@ -106,6 +107,23 @@ def test_the_configured_plan_stays_where_nothing_is_faster() -> None:
 
 def test_another_axis_is_taken_where_it_is_faster() -> None:
     assert search(Trials(tp_speedup=2), 100)[1].settings["tp"] == 2
+
+
+def test_what_a_strategy_file_places_stays_and_the_other_axes_are_searched(tmp_path: Path) -> None:
+    """Semi-automatic: the file has ``tp`` and placements of parameters; the search has the rest."""
+    placed = [{"module": "blocks.*", "parameter": "up.weight", "dims": ["tp", None]}]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"version": VERSION, "mesh": {"tp": 2}, "tensor_parallel": {"placements": placed}}))
+    found, best = search(Trials(), 100, num_ranks=4, pinned=("tp",), file=str(file))
+    plans = [candidate.plan for candidate in found.candidates if candidate.plan is not None]
+    assert {plan.mesh.tp for plan in plans} == {2}
+    assert all(len(plan.tensor_parallel.placements) == 1 for plan in plans)
+    tried = {(plan.mesh.pp, plan.mesh.cp, plan.mesh.dp_replicate, plan.mesh.dp_shard) for plan in plans}
+    assert tried >= {(1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1)}
+    refused = {candidate.refused for candidate in found.candidates if candidate.plan is None}
+    assert "not possible: placements with sequence_parallel True" in refused
+    assert "not possible: placements with schedule 'zbv'" in refused
+    assert best.plan in plans
 
 
 @pytest.mark.parametrize(("num_experts", "ep"), [(0, 1), (3, 1), (8, 4)])

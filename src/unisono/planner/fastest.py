@@ -7,6 +7,7 @@ plan is traced before it is timed, so that none is run that does not fit. What t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from unisono.errors import ConfigError, PlanError
 from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, load_fields, option_of
+from unisono.plan.resolve import with_strategy_file
 from unisono.planner.fit import MAX_TENSOR_RANKS
 from unisono.planner.layout_space import RECOMPUTE
 from unisono.planner.learned import Learned
@@ -117,10 +119,22 @@ class FastestPlanSearch:
         return min(timed, key=_STEP_S, default=None)
 
     def _ways_to_share(self) -> Iterator[dict[str, Any]]:
-        """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first."""
+        """Settings of the axes: as configured, then all that differ in what is not pinned, the simplest first.
+
+        Beside pinned axes the ranks that these leave are shared.
+        """
         yield {}
         free = [name for name in _SHARED_FIELDS if name not in self.pinned]
-        for given in _splits(self.num_ranks, self.num_experts):
+        configured, _ = with_strategy_file(self.options)
+        sizes = {axis: getattr(configured, axis) for axis in ("tp", "pp", "cp") if axis in self.pinned}
+        fixed = {axis: size for axis, size in sizes.items() if size > 1}
+        rest = [{"sequence_parallel": False}, {"sequence_parallel": True}] if "tp" in fixed else [{}]
+        for given in (
+            split | fixed | more
+            for split in _splits(self.num_ranks // math.prod(fixed.values()), self.num_experts)
+            if all(split[axis] == 1 for axis in fixed)
+            for more in rest
+        ):
             changed = self._differing(given)
             if changed and all(name in free for name in changed):
                 if given["pp"] > 1 and "micro_batch" not in self.pinned:
@@ -157,7 +171,8 @@ class FastestPlanSearch:
                 return
 
     def _differing(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if value != getattr(self.options, name)}
+        configured, _ = with_strategy_file(self.options)
+        return {name: value for name, value in settings.items() if value != getattr(configured, name)}
 
     def _try(self, settings: Mapping[str, Any]) -> Candidate:
         found = self._considered(settings)
@@ -200,12 +215,13 @@ class FastestPlanSearch:
 
 
 def _splits(num_ranks: int, num_experts: int) -> Iterator[dict[str, Any]]:
-    """All ways to share the work of a model between ``num_ranks`` with one axis or two, the simplest first.
+    """All ways to share the work of a model between ``num_ranks`` with none, one axis or two, the simplest first.
 
     Experts are shared by ranks that share the other parameters too.
     """
     plain: dict[str, Any] = {"dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1, "sequence_parallel": False}
     if num_ranks == 1:
+        yield plain
         return
     sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
     of_model: list[tuple[int, dict[str, Any]]] = [(1, {})]

@@ -39,12 +39,7 @@ AXIS = "tp"
 Dims = tuple[str | None, ...]
 
 
-def shard_module(
-    model: nn.Module,
-    placements: Mapping[str, Dims],
-    dims: ParallelDims,
-    record: Callable[[str, int, int, int], None] | None = None,
-) -> dict[str, Dims]:
+def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: ParallelDims) -> dict[str, Dims]:
     """Shard the parameters of ``model`` that ``placements`` names and replicate the others, in place.
 
     Each rank has its part of a sharded parameter, in blocks of equal size of which the last may be smaller, as a plain parameter.
@@ -55,7 +50,6 @@ def shard_module(
         model: A model, or a part of one.
         placements: By pattern of names (``fnmatch``): for each dim "tp" or None.
         dims: The mesh of the ranks.
-        record: Called with name, dim, first element and number of elements of each part.
 
     Returns:
         The placement of each parameter, by name.
@@ -64,6 +58,13 @@ def shard_module(
         PlanError: A pattern or placement does not fit; nothing was changed. In a forward pass: DTensor has no rule for an
             operation.
     """
+    return _shard(model, placements, dims, lambda *part: None)
+
+
+def _shard(
+    model: nn.Module, placements: Mapping[str, Dims], dims: ParallelDims, record: Callable[[str, int, int, int], None]
+) -> dict[str, Dims]:
+    """``shard_module``; ``record`` is called with name, dim, first element and number of elements of each part."""
     names = _names(model)
     chosen, problems = _match(names, placements)
     if dims.plan.mesh.tp == 1:
@@ -91,8 +92,7 @@ def shard_module(
                 if parameter not in parts:
                     dim, begin, length = _own_part(parameter, layout, dims)
                     parts[parameter] = _part(parameter, dim, begin, length)
-                    if record is not None:
-                        record(names[parameter][0], dim, begin, length)
+                    record(names[parameter][0], dim, begin, length)
                 setattr(module, name, parts[parameter])
             tensors.append(_PlacedTensor.of(module._parameters, name, parameter, layout))  # pyright: ignore[reportPrivateUsage]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -258,7 +258,7 @@ def apply_placements(model: nn.Module, dims: ParallelDims, table: ShardTable) ->
         def record(name: str, dim: int, begin: int, length: int, path: str = path) -> None:
             table.select(_joined(path, name), dim, [(begin, length)])
 
-        own = shard_module(modules[path], placements, dims, record)
+        own = _shard(modules[path], placements, dims, record)
         found |= {_joined(path, name): layout for name, layout in own.items()}
     for path, placement in redistributed.items():
         pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
