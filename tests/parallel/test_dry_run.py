@@ -36,6 +36,20 @@ def test_traced_memory_is_that_of_executed_ranks(pool: Pool, tmp_path, case: Cas
     compare(pool, tmp_path, case.model, {**matrix.settings_of(case), "steps": EXECUTED_STEPS}, case.ranks)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("axes", "blocks"),
+    [({}, (1,)), ({"dp_shard": 2}, (3,)), ({"pp": 2, "schedule": "1f1b"}, (2, 1))],
+    ids=["one rank", "sharded", "pipeline"],
+)
+def test_traced_memory_with_some_blocks_recomputed_is_that_of_executed_ranks(
+    pool: Pool, tmp_path: Path, axes: dict[str, Any], blocks: tuple[int, ...]
+) -> None:
+    some = {"recompute": "full", "recompute.blocks_per_stage": blocks}
+    settings = {"layers": 4, "micro_batch": 1, "steps": EXECUTED_STEPS, **some, **axes}
+    compare(pool, tmp_path, "gpt", settings, 2 if axes else 1)
+
+
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [(1, {"recompute": "full"}), (2, {}), pytest.param(2, {"dp_shard": 2, "zero": 3}, marks=pytest.mark.full)],
