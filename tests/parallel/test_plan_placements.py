@@ -10,6 +10,7 @@ import pytest
 import tiny
 from plan_edit import changed
 from pool import Pool
+from torch import Tensor, nn
 from traced_memory import compare
 
 from unisono import PlanOptions
@@ -149,6 +150,47 @@ def refused(world: World, run_dir: str, sizes: Mapping[str, Any], placed: Any, a
     ):
         pass
     return [problem.given for problem in caught.value.problems]
+
+
+class Choosing(nn.Module):
+    """Its course depends on the values of tensors, so that it has no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tiny.VOCAB, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, tiny.VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.down(self.up(x) if x.max().item() > -100 else x)
+
+
+def untraceable(world: World, run_dir: str) -> str:
+    placed = (ParameterPlacement(module="up", parameter="weight", dims=COLUMNS),)
+    with (
+        pytest.raises(PlanError) as caught,
+        tiny.trainer(run_dir, world=world, network=Choosing(), tp=2, placements=placed),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_a_model_without_a_trace_is_refused(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(untraceable, str(tmp_path), ranks=2)[0]
+    assert said.startswith("placements for Choosing, whose forward pass fails without values: ")
+    assert "rule: where placed parameters are read is found by a pass with shapes alone" in said
+
+
+def compressed(world: World, run_dir: str, codec: str) -> list[float]:
+    with tiny.trainer(run_dir, world=world, steps=4, tp=2, dp_shard=1, compression=codec, placements=FFN) as run:
+        return [step.loss for step in run]
+
+
+def test_gradients_of_placed_parameters_are_compressed(pool: Pool, tmp_path: Path) -> None:
+    whole, rounded = (pool.run(compressed, str(tmp_path / codec), codec, ranks=4)[0] for codec in ("none", "int8"))
+    assert rounded[0] == whole[0]
+    assert rounded[1:] != whole[1:]
+    assert rounded == pytest.approx(whole, rel=1e-2)
 
 
 HEAD = (ParameterPlacement(module="head", parameter="weight", dims=COLUMNS),)

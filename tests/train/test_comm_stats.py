@@ -276,6 +276,10 @@ def test_the_traffic_of_placements(tmp_path: Path, pool: Pool) -> None:
         ParameterPlacement(module="blocks.*.ffn", parameter=f"{name}.weight", dims=dims)
         for name, dims in (("gate", columns), ("up", columns), ("down", rows))
     )
+    replicas = {"tp": 2, "dp_shard": 1, "placements": placements}
+    for outcome in pool.run(told, str(tmp_path / "replicas"), 4, ranks=4, **replicas):
+        for event in outcome["events"]:
+            assert {row["group"] for row in event["axes"]} >= {"tp", "dp_replicate"}
     for outcome in pool.run(told, str(tmp_path / "run"), 4, tp=2, placements=placements):
         assert [event["steps"] for event in outcome["events"]] == [4, 2]
         for event in outcome["events"]:

@@ -137,8 +137,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 best=best_before(run_dir, result.step),
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
-            vocab = config.model.vocab_size or (0 if data.tokenizer is None else vocab_size(config, data.tokenizer))
-            record_step_time(config, plan, device, job, vocab, outputs.summary(facts), events.attempt)
+            record_step_time(config, plan, device, job, data.tokenizer, outputs.summary(facts), events.attempt)
     if unfinished is not None:
         raise unfinished
     return outcome
@@ -149,7 +148,7 @@ def record_step_time(
     plan: Plan,
     device: torch.device,
     job: JobSpec,
-    vocab: int,
+    tokenizer: Tokenizer | None,
     history: RankHistory,
     attempt: int,
 ) -> None:
@@ -160,7 +159,7 @@ def record_step_time(
         plan: Its plan.
         device: The device of rank 0.
         job: The job.
-        vocab: Rows of the model's embedding; 0 of a model without one.
+        tokenizer: Tokenizer of its texts; None of other data.
         history: Events of rank 0.
         attempt: The attempt, from 1.
     """
@@ -176,6 +175,7 @@ def record_step_time(
         if job.local_world == job.world_size:  # predictions of plans are of one host
             work = work_digest(config, function_name)
             predicted = read_plan_record(path).predicted(machine_of(device), plan_digest(plan), work)
+        vocab = config.model.vocab_size or (0 if tokenizer is None else vocab_size(config, tokenizer))
         kind = device_here(device_name(device)) if vocab else None
         layout = None if kind is None else layout_of_run(config, plan, kind, vocab)
         now_s = time.time()

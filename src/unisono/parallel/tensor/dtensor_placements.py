@@ -164,8 +164,17 @@ def check_placements(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) 
 def check_placed_reads(model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]) -> None:
     """Raises PlanError where a placed parameter is read outside of the module that is placed: a rank would take its part for the
     whole. ``inputs`` are those of any micro-batch."""
-    traced, names = trace(model, inputs), _names(model)
-    called = {call.module for call in traced.calls}
+    try:
+        traced = trace(model, inputs)
+    except Exception as error:  # whatever the user's code raises
+        raise PlanError(
+            given=f"placements for {type(model).__name__}, whose forward pass fails without values: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            rule="where placed parameters are read is found by a pass with shapes alone",
+            consequence="a part of a parameter could be taken for the whole",
+            nearest="tensor_parallel.rules in place of placements, or plan.dp_shard",
+        ) from error
+    names, called = _names(model), {call.module for call in traced.calls}
     problems: list[Problem] = []
     for path, placements in resolve_placements(model, plan)[0].items():
         module = model.get_submodule(path)
