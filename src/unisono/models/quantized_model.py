@@ -10,13 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import cast
 
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError, nearest_name
 from unisono.models.gpt import GPT
+from unisono.models.layer_patterns import matching_layers
 from unisono.models.moe import EXPERT_MATRICES, Experts
 from unisono.models.quantize_options import OUTER_LAYERS, QuantizeOptions
 from unisono.models.quantized import (
@@ -66,7 +66,7 @@ def select_layers(model: nn.Module, options: QuantizeOptions, *, convolutions: b
     kept: dict[str, str] = {}
     places = Counter(id(tensor) for tensor in model.state_dict(keep_vars=True).values())
     for name, (module, weight) in layers.items():
-        pattern = next((pattern for pattern in options.skip if fnmatchcase(name, pattern)), None)
+        pattern = next((pattern for pattern in options.skip if matching_layers([name], [pattern])), None)
         if places[id(weight)] > 1:
             kept[name] = "shared with another layer"
         elif isinstance(model, GPT) and name == "head":
@@ -130,7 +130,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Tensor]]]:
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
-        if pattern not in OUTER_LAYERS and not any(fnmatchcase(name, pattern) for name in names):
+        if pattern not in OUTER_LAYERS and not matching_layers(names, [pattern]):
             raise ConfigError(
                 given=f"quantize.skip {pattern!r}",
                 rule="a pattern matches the name of a layer: "
