@@ -89,12 +89,12 @@ def test_a_wrong_entry_costs_only_itself(tmp_path: Path, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [{"hidden": 10**400}, {"layers": 0}, {"vocab": -(10**9), "heads": 0}])
-def test_numbers_that_no_model_has_teach_nothing(change: dict[str, Any]) -> None:
+def test_numbers_that_no_model_has_teach_nothing_and_cost_no_other_run(change: dict[str, Any]) -> None:
     odd = replace(RUNS[0], layout=replace(RUNS[0].layout, model=replace(MODEL, **change)))
-    assert (
-        all(map(math.isnan, predicted_steps_s([odd.layout])))
-        or learned_factors([odd] * 3, MODEL, H100).of(()) == Learned()
-    )
+    predicted = predicted_steps_s([odd.layout, RUNS[1].layout])
+    assert predicted[1] == pytest.approx(RUNS[1].step_s / 1.3)
+    assert learned_factors([odd] * 3, MODEL, H100).of(()) == Learned()
+    assert learned_factors([odd, *RUNS], MODEL, H100).of(("dp",)) == Learned(factor=pytest.approx(1.3), runs=3)
 
 
 def test_runs_with_the_same_axes_teach_before_others() -> None:

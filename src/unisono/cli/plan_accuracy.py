@@ -122,17 +122,28 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield "unisono plan auto predicts plans; a run of 12 steps or more with one of them is recorded"
         return
     for machine in result["machines"]:
-        yield f"{machine['host']}, {machine['device']}, torch {machine['torch']}"
-        for plan in machine["plans"]:
-            yield f"  {plan['plan']}"
-            yield f"    {_line(plan)}"
-        yield f"  median error of {_runs(machine['runs'])}: {machine['median_error_frac']:.1%}"
+        title = f"{machine['host']}, {machine['device']}, torch {machine['torch']}"
+        yield from _group_lines(title, machine, [(plan["plan"], plan) for plan in machine["plans"]])
     for device in result["devices"]:
-        yield f"layouts on {device['device']}, as unisono plan --cluster predicts them"
-        for layout in device["layouts"]:
-            yield f"  {layout['params'] / 1e6:.4g} M parameters, {layout['num_devices']:,} devices: {layout['layout']}"
-            yield f"    {_line(layout)}"
-        yield f"  median error of {_runs(device['runs'])}: {device['median_error_frac']:.1%}"
+        yield from _group_lines(
+            f"layouts on {device['device']}, as unisono plan --cluster predicts them",
+            device,
+            [
+                (f"{each['params'] / 1e6:.4g} M parameters, {each['num_devices']:,} devices: {each['layout']}", each)
+                for each in device["layouts"]
+            ],
+        )
+
+
+def _group_lines(
+    title: str, group: Mapping[str, Any], members: Sequence[tuple[str, Mapping[str, Any]]]
+) -> Iterator[str]:
+    """The runs of a ``group``, whose ``members`` are plans or layouts in words, with their times."""
+    yield title
+    for words, member in members:
+        yield f"  {words}"
+        yield f"    {_line(member)}"
+    yield f"  median error of {_runs(group['runs'])}: {group['median_error_frac']:.1%}"
 
 
 def _line(plan: Mapping[str, Any]) -> str:

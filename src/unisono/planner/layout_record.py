@@ -22,7 +22,7 @@ from unisono.planner.model_shape import ModelShape
 
 # Parameters of a model over those of another, up to which runs of one are a guide for the other: steps of tiny models are calls
 # of kernels, which no constant is of.
-ALIKE: Final = 4.0
+ALIKE: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,9 @@ def predicted_steps_s(layouts: Sequence[Layout]) -> list[float]:
         with np.errstate(all="ignore"):
             steps_s = layout_time(layouts).total if layouts else np.zeros(0)
     except (ArithmeticError, ValueError):
-        return [math.nan] * len(layouts)
+        if len(layouts) == 1:
+            return [math.nan]
+        return [step_s for layout in layouts for step_s in predicted_steps_s([layout])]
     return [float(step_s) if 0 < step_s < math.inf else math.nan for step_s in steps_s]
 
 
@@ -69,7 +71,8 @@ def learned_factors(runs: Sequence[MeasuredLayout], model: ModelShape, device: D
     """
     used: list[tuple[MeasuredLayout, Layout]] = []
     for run in runs:
-        alike = 1 / ALIKE <= run.layout.model.params / model.params <= ALIKE
+        params = run.layout.model.params
+        alike = params <= ALIKE * model.params and model.params <= ALIKE * params
         if run.layout.device.name == device.name and alike and run.data_wait_frac <= MOST_WAIT_FRAC:
             with suppress(LayoutError):  # the device was described otherwise then
                 used.append((run, replace(run.layout, device=device, learned_factor=1.0)))
