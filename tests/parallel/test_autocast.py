@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.dist import JobSpec, World
 
-# of 12 samples: two micro-batches of each rank
+VOCABULARY = 48
+# of 12 samples: two micro-batches of each rank unless it says otherwise
 AXES: dict[str, dict[str, Any]] = {
     "dp_replicate": {"micro_batch": 3},
     "dp_shard": {"dp_shard": 2, "micro_batch": 3},
@@ -23,6 +24,7 @@ AXES: dict[str, dict[str, Any]] = {
     "sequence_parallel": {"tp": 2, "sequence_parallel": True},
     "cp": {"cp": 2},
     "pp": {"pp": 2},
+    "pp, four micro-batches": {"pp": 2, "micro_batch": 3},
     "zbv": {"pp": 2, "schedule": "zbv"},
 }
 
@@ -75,7 +77,7 @@ def cast_maps(world: World, run_dir: str, model: str, plans: dict[str, dict]) ->
         again = [
             key[3]
             for key, count in casts.counts.items()
-            if not key[0] and count > 1 and not (gathered and len(key[3]) == 2)
+            if not key[0] and count > 1 and not (gathered and VOCABULARY in key[3])
         ]
         matrices: Counter[tuple[int, ...]] = Counter()
         for (*_, shape, _, _, _, to), count in casts.counts.items():
@@ -98,7 +100,9 @@ def check(found: dict[str, Any], model: str) -> None:
         if name not in ("dp_shard", "cp"):  # what FSDP2 gathers is no parameter
             assert each["parameters"], f"{name}: nothing was computed in bf16"
             for parameter, count in each["parameters"].items():
-                assert count == 2, f"{name}: {parameter} {count} times in two micro-batches"
+                # of a pipeline all micro-batches but the last share one conversion; the loss makes its own
+                expected = 4 if "four" in name and parameter == "embedding.weight" else 2
+                assert count == expected, f"{name}: {parameter} {count} times"
                 assert "norm" not in parameter, f"{name}: {parameter}"
 
 
@@ -110,5 +114,6 @@ def test_one_process_converts_nothing_twice(tmp_path: Any, model: str) -> None:
 def test_nor_does_any_axis(pool: Pool, tmp_path: Any) -> None:
     for found in pool.run(cast_maps, str(tmp_path), "gpt", AXES, ranks=2, timeout_s=120):
         check(found, "gpt")
+        outside = {shape: count for shape, count in found["dp_replicate"]["matrices"].items() if VOCABULARY in shape}
         for name in ("dp_shard", "cp"):
-            assert found[name]["matrices"] == found["dp_replicate"]["matrices"], f"{name}: what FSDP2 gathered"
+            assert found[name]["matrices"] == outside, f"{name}: blocks are gathered in bf16"

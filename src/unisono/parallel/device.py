@@ -93,3 +93,11 @@ def autocast(precision: str, device_type: str, *, keeps_casts: bool = True) -> c
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision], cache_enabled=keeps_casts)
+
+
+def shared_casts(precision: str, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context of several forward passes in ``autocast``: a weight whose copies they keep is converted by the first of them.
+
+    The copies are held until it ends. Weights must not change before, and backward passes may run inside.
+    """
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device_type, enabled=False)

@@ -13,13 +13,16 @@ once per step (``ShardedParameters.unsharded_grad_groups``).
 
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced shards are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes, which the plan ensures.
+
+In 16-bit runs, parameters of blocks that forward passes only convert to 16 bits (``weight_casts``) are converted before they are
+gathered. Shards, accumulated gradients and sums over ranks stay in 32 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param  # has no public nam
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.errors import PlanError, nearest_name
+from unisono.parallel.device import COMPUTE_DTYPES
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
@@ -44,8 +48,22 @@ from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
 
-def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, table: ShardTable) -> None:
-    """Shard the parameters of ``model``, in place. Each block is a unit, and the rest of the model another."""
+def apply_fsdp(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    dims: ParallelDims,
+    table: ShardTable,
+    cast_before_gather: Collection[str] = (),
+) -> None:
+    """Shard the parameters of ``model``, in place. Each block is a unit, and the rest of the model another.
+
+    Args:
+        model: The model.
+        blocks: Its repeated blocks.
+        dims: The mesh of the ranks.
+        table: Gets the shards of this rank.
+        cast_before_gather: First names of parameters that are gathered in the dtype that the plan computes in, if in a block.
+    """
     plan, spec = dims.plan, table.spec
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
@@ -87,7 +105,38 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
         # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
         _time_collectives(unit, dims)
+    names = {parameter: spec.first_names[name] for name, parameter in model.named_parameters()}
+    for unit in (unit for block in blocks for unit in _units(block)):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for shard in group.fsdp_params:
+                if names[shard.sharded_param] in cast_before_gather:
+                    _cast_before_gather(shard, group, COMPUTE_DTYPES[plan.precision.compute])
     _record(model, dims, table)
+
+
+def _cast_before_gather(shard: Any, group: Any, dtype: torch.dtype) -> None:
+    """Have FSDP2 gather a parameter in ``dtype``, and add and reduce its gradient in that of the shard.
+
+    A policy of FSDP2 holds for a whole group, which also has the norms of a block. But each parameter has dtypes of its own; only
+    gradients are expected in one, so they are converted before they are added or reduced.
+    """
+    set_dtypes, accumulate, wide = (
+        shard.init_dtype_attrs,
+        shard.accumulate_unsharded_grad_if_needed,
+        shard.sharded_param.dtype,
+    )
+
+    def accumulate_in_32_bits() -> None:
+        accumulate()
+        if not hasattr(shard, "_unsharded_param"):  # never used
+            return
+        shard.to_accumulated_grad_if_needed()
+        if group.reduce_grads and shard.unsharded_accumulated_grad is None and shard.sharded_param.requires_grad:
+            shard.unsharded_accumulated_grad = torch.zeros_like(shard.unsharded_param, dtype=wide)
+
+    group.mp_policy = replace(group.mp_policy, reduce_dtype=wide)
+    shard.init_dtype_attrs = lambda _policy: set_dtypes(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide))
+    shard.accumulate_unsharded_grad_if_needed = accumulate_in_32_bits
 
 
 def _time_collectives(unit: Any, dims: ParallelDims) -> None:

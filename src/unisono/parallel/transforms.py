@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +72,7 @@ class ParallelModel:
         recomputed: Modules that the backward pass computes again, by their names in the global model.
         compute_dtypes: Dtypes in which modules compute, by their names in the global model; only those that a dtype rule sets.
         placed: Placement of each parameter of the global model, by name, once placements of the plan are applied.
+        cast_before_gather: Parameters of the global model that the forward pass only converts (``weight_casts``), by name.
     """
 
     model: nn.Module
@@ -84,6 +85,7 @@ class ParallelModel:
     recomputed: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     compute_dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     placed: dict[str, Dims] = field(default_factory=dict[str, Dims])
+    cast_before_gather: Collection[str] = ()
 
 
 class Transform(NamedTuple):
@@ -123,6 +125,7 @@ def parallelize(
     context: ContextParallel | None = None,
     partition: PipelinePartition | None = None,
     transforms: Sequence[Transform] | None = None,
+    cast_before_gather: Collection[str] = (),
 ) -> ParallelModel:
     """Apply those transforms that are active in ``plan`` to ``model``, in place. All ranks call it, with equal models.
 
@@ -133,6 +136,7 @@ def parallelize(
         context: The model's context parallelism, if the plan has ``cp``.
         partition: The model's partition into stages, if the plan has ``pp``.
         transforms: Transforms in the order in which they are applied; default ``TRANSFORMS``.
+        cast_before_gather: Parameters that the forward pass only converts, by name (``parameters_to_cast``).
 
     Raises:
         PlanError: With all problems of the transforms; nothing was changed.
@@ -147,6 +151,7 @@ def parallelize(
         table=ShardTable(model),
         context=context,
         partition=partition,
+        cast_before_gather=cast_before_gather,
     )
     for transform in transforms or TRANSFORMS:
         if transform.is_active(plan):
@@ -344,6 +349,8 @@ TRANSFORMS: tuple[Transform, ...] = (
         "fsdp",
         lambda plan: plan.uses_fsdp,
         check_unsharded,
-        lambda parallel, dims: apply_fsdp(parallel.model, parallel.blocks, dims, parallel.table),
+        lambda parallel, dims: apply_fsdp(
+            parallel.model, parallel.blocks, dims, parallel.table, parallel.cast_before_gather
+        ),
     ),
 )

@@ -89,9 +89,7 @@ class Trace:
 def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record its operations. The model's state does not change.
     Parameters and buffers on another device, also the meta device, are treated as if on the device of the inputs."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
-    moved = _fakes_on_device(model, {tensor.device for tensor in fakes.values()}, fake)
+    fake, fakes, moved = without_values(model, inputs)
     recorder = _OpRecorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
     handles = recorder.watch(model)
     try:
@@ -108,6 +106,16 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         outputs=recorder.values(returned),
         returned=recorder.parameters(returned),
     )
+
+
+def without_values(
+    model: nn.Module, inputs: Mapping[str, Tensor]
+) -> tuple[FakeTensorMode, dict[str, Tensor], dict[str, Tensor]]:
+    """A mode of fake tensors, ``inputs`` in it, and those parameters and buffers of ``model`` by name that are on another device
+    than the inputs, as if they were on that one."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+    return fake, fakes, _fakes_on_device(model, {tensor.device for tensor in fakes.values()}, fake)
 
 
 def _fakes_on_device(model: nn.Module, devices: set[torch.device], fake: FakeTensorMode) -> dict[str, Tensor]:

@@ -28,14 +28,12 @@ from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.batch_norm import batch_norms
-from unisono.parallel.context import ContextParallel
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import set_backend
 from unisono.parallel.expert import expert_parameters
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
-from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import ParallelModel, parallelize
 from unisono.plan.plan import Plan
@@ -61,6 +59,7 @@ from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.settings import count_modules
 from unisono.train.setup import (
+    PlanOfModel,
     build_kvstore,
     complete_plan_for_model,
     step_timers,
@@ -251,18 +250,19 @@ def first_micro_batch(loader: Loader | StreamLoader) -> Mapping[str, Tensor]:
         return next(steps).micro_batches[0]
 
 
-def shard_model(
-    built: BuiltModel,
-    context: ContextParallel | None,
-    partition: PipelinePartition | None,
-    device: torch.device,
-    events: EventLog,
-) -> ShardedModel:
+def shard_model(built: BuiltModel, completed: PlanOfModel, device: torch.device, events: EventLog) -> ShardedModel:
     """Apply the plan's transforms to the model, and materialize a deferred one."""
     dims, deferred = built.dims, built.deferred
     # where a step is traced, a deferred model stays on the meta device until it is allocated
     with nullcontext() if deferred is None else unset_fake_temporarily():
-        parallel = parallelize(dims.plan, built.model.train(), dims, context, partition)
+        parallel = parallelize(
+            dims.plan,
+            built.model.train(),
+            dims,
+            completed.context,
+            completed.partition,
+            cast_before_gather=completed.cast_before_gather,
+        )
     model, stages = parallel.model, parallel.stages
     if dims.plan.tensor_parallel.placements:
         events.emit("placements", placed=parallel.placed)
@@ -383,10 +383,9 @@ def assemble(
     resources.append(loader)
     # what only the model and a first micro-batch show
     given_plan = plan
-    plan, partition, context = complete_plan_for_model(
-        plan, built.model, dims, lambda: first_micro_batch(loader), events
-    )
-    sharded = shard_model(built, context, partition, device, events)
+    completed = complete_plan_for_model(plan, built.model, dims, lambda: first_micro_batch(loader), events)
+    plan = completed.plan
+    sharded = shard_model(built, completed, device, events)
     distilled = None
     if given.distill is not None and teacher is not None:
         passes = shard_teacher(teacher.model, given_plan, dims, lambda: first_micro_batch(loader), events)

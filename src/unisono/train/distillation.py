@@ -44,7 +44,7 @@ from unisono.train.objectives import (
     row_weights,
 )
 from unisono.train.settings import function_name
-from unisono.train.setup import infer_tp_rules
+from unisono.train.setup import find_parameters_to_cast, infer_tp_rules
 from unisono.train.step import ForwardBackward, input_selector
 from unisono.train.tensor_digest import tensor_digest
 
@@ -180,9 +180,10 @@ def shard_teacher(
         context = ContextParallel(own_dims, teacher) if plan.mesh.cp > 1 else None
         if problems := check_transforms(teacher, plan, transforms):
             raise PlanError(*problems)
+        cast = find_parameters_to_cast(plan, teacher, lambda: inputs(first()), events)
     except PlanError as error:
         raise PlanError(*(replace(each, given=f"the teacher: {each.given}") for each in error.problems)) from error
-    parallelize(plan, teacher, own_dims, context, None, transforms)
+    parallelize(plan, teacher, own_dims, context, None, transforms, cast)
     return ForwardBackward(model=teacher, inputs=inputs, plan=plan, world=dims.world, context=context)
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,7 @@ from unisono.parallel.pipeline.partition import PipelinePartition, partition_mod
 from unisono.parallel.recompute import check_called, find_recomputed_modules
 from unisono.parallel.tensor.dtensor_placements import check_placed_reads
 from unisono.parallel.transforms import check_transforms, repeated_blocks
+from unisono.parallel.weight_casts import parameters_to_cast
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan, with_strategy_file
@@ -301,12 +302,27 @@ def partition_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor])
     return plan.updated(pipeline={"layers_per_stage": layout.layers_per_stage, "block_costs": ()}), layout
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOfModel:
+    """What a model and a micro-batch of the first step show of a plan.
+
+    Attributes:
+        plan: The final plan, with rules and stages.
+        partition: The partition of a pipeline.
+        context: The sharding of sequences.
+        cast_before_gather: Parameters that are only read in the dtype that the plan computes in, by name.
+    """
+
+    plan: Plan
+    partition: PipelinePartition | None
+    context: ContextParallel | None
+    cast_before_gather: frozenset[str]
+
+
 def complete_plan_for_model(
     plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]], events: EventLog
-) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
-    """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
-
-    Also returns the partition of a pipeline and the sharding of sequences, if any, and sets ``dims.plan``.
+) -> PlanOfModel:
+    """The plan as ``model`` and a micro-batch of the first step complete it; sets ``dims.plan``.
 
     Raises PlanError with all problems of the plan for this model, CommError if ranks infer other rules.
     """
@@ -335,7 +351,29 @@ def complete_plan_for_model(
     problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone
     if problems:
         raise PlanError(*dict.fromkeys(problems))
-    return plan, layout, context
+    cast = find_parameters_to_cast(plan, model, lambda: inputs(batch()), events)
+    if plan.uses_fsdp:
+        agree(dims.world, "parameters that are gathered in 16 bits", sorted(cast))
+    return PlanOfModel(plan=plan, partition=layout, context=context, cast_before_gather=cast)
+
+
+def find_parameters_to_cast(
+    plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog
+) -> frozenset[str]:
+    """``parameters_to_cast`` in a micro-batch of the first step; none, with a notice, if the model needs values."""
+    try:
+        return parameters_to_cast(model, plan, first)
+    except Exception as error:  # whatever the user's code raises
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        events.emit(
+            "notice",
+            code="gathered_in_32_bits",
+            what="parameters are gathered in 32 bits",
+            why=f"which are only read in 16 bits is found by a pass of {type(model).__name__} without values: {reason}",
+            cost="twice the bytes, and memory for a copy in 16 bits of each block in use",
+            fix="a forward pass that does not read the values of tensors",
+        )
+        return frozenset()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from unisono.models.moe import set_balance_loss_scale, update_router_biases
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
 from unisono.parallel.context import ContextParallel
-from unisono.parallel.device import autocast
+from unisono.parallel.device import autocast, shared_casts
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.sharding import GradGroups
 from unisono.parallel.timed_collectives import count_in_backward
@@ -254,7 +254,8 @@ class ForwardBackward:
         if self.pipeline is not None:
             stages = _StagePasses(self, micro_batches)
             phase = partial(stages.phase, timers, step)
-            with timers.phase("bubble"):  # time outside the passes is spent waiting for other stages
+            casts = shared_casts(self.plan.precision.compute, self.plan.mesh.device)
+            with timers.phase("bubble"), casts:  # time outside the passes is spent waiting for other stages
                 self.pipeline.forward_backward(stages.sharded, stages.forward, loss, sync.prepare_last_backward, phase)
             return
         for number, micro_batch in enumerate(micro_batches, start=1):
@@ -294,11 +295,11 @@ class ForwardBackward:
             ):
                 consume(number, self.model(**self.inputs(sharded)), sharded)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        mesh = self.plan.mesh
-        frees_weights = mesh.dp_shard > 1 or mesh.cp > 1 or self.plan.recompute.mode != "none"
-        return autocast(self.plan.precision.compute, mesh.device, keeps_casts=not frees_weights)
+    def autocast(self, *, shares_casts: bool = True) -> AbstractContextManager[Any]:
+        """The context of a forward pass; ``shares_casts`` as that of ``autocast``, where the plan lets weights stay."""
+        plan = self.plan
+        frees_weights = plan.uses_fsdp or plan.recompute.mode != "none"
+        return autocast(plan.precision.compute, plan.mesh.device, keeps_casts=shares_casts and not frees_weights)
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
         """This rank's part of each sequence; the full sequence without context parallelism."""
@@ -317,20 +318,25 @@ class _StagePasses:
         self._forward_backward = forward_backward
         self._whole = {id(sharded): whole for sharded, whole in zip(self.sharded, micro_batches, strict=True)}
 
+    def _autocast(self, sharded: Batch) -> AbstractContextManager[Any]:
+        """Weights are converted once for all micro-batches but the last: autograd runs a shared one at the end of a backward
+        pass, and the sums of gradients start in the last one."""
+        return self._forward_backward.autocast(shares_casts=sharded is not self.sharded[-1])
+
     def forward(self, sharded: Batch) -> Any:
         """Run the model, of which the pipeline has activated one stage."""
         forward_backward = self._forward_backward
         with (
             forward_backward.whole_sequences(self._whole[id(sharded)]),
             forward_backward.world.explain_collective_errors("forward pass"),
-            forward_backward.autocast(),
+            self._autocast(sharded),
         ):
             return forward_backward.model(**forward_backward.inputs(sharded))
 
     @contextmanager
     def phase(self, timers: StepTimers, step: int, kind: str, sharded: Batch) -> Generator[None]:
         """Time one pass; ``kind`` is forward (with its loss) or backward, which recompute may run forward passes in."""
-        precision = self._forward_backward.autocast() if kind == "forward" else nullcontext()
+        precision = self._autocast(sharded) if kind == "forward" else nullcontext()
         with timers.phase(kind), self._forward_backward.whole_sequences(self._whole[id(sharded)]), precision:
             yield
         fault_point(kind, step)
