@@ -11,3 +11,4 @@ from .transforms import ParallelModel as ParallelModel
 from .transforms import Transform as Transform
 from .transforms import check_transforms as check_transforms
 from .transforms import parallelize as parallelize
+from .weight_casts import parameters_to_cast as parameters_to_cast
