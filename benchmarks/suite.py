@@ -155,6 +155,20 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="parallel_gathers",
+        script="parallel.gathers",
+        title="Gathering sharded parameters in bf16",
+        quick=("--blocks", "3"),
+        text="A GPT 512 wide with ZeRO 3 on two processes of one thread, against FSDP2 by hand: *autocast* gathers in fp32, "
+        "*policy* has norms and hidden states in bf16 too. Both sides in the same processes in turns.",
+        rows=(
+            Row("Trainer / {0}: wall", "others/*/wall"),
+            Row("Trainer / {0}: CPU time", "others/*/cpu"),
+            Row("Trainer / {0}: bytes gathered", "others/*/gathered_bytes_over_hand", figures.number("{:.3f}")),
+            Row("{0}: largest loss difference", "others/*/largest_relative_loss_difference", _DIFFERENCE),
+        ),
+    ),
+    Benchmark(
         name="parallel_recompute",
         script="parallel.recompute",
         title="What recompute trades",

@@ -93,7 +93,7 @@ def by_hand(axis: Axis, workload: Workload) -> Step:
 
 @contextmanager
 def by_trainer(
-    settings: Sequence[str], folder: Path, world: World, steps: int
+    settings: Sequence[str], folder: Path, world: World, steps: int, *, precision: str = "fp32"
 ) -> Iterator[tuple[Trainer, Iterator[Any]]]:
     """The trainer that ``unisono train`` would build, without checkpoints and evaluations, and its steps."""
     from unisono.train.build import build_data, build_trainer
@@ -103,7 +103,7 @@ def by_trainer(
         [
             *settings,
             "plan.device=cpu",
-            "plan.precision=fp32",
+            f"plan.precision={precision}",
             f"train.steps={steps}",
             f"run.dir={folder}",
             "checkpoint.every_steps=0",
