@@ -68,4 +68,5 @@ class _Reads(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata

@@ -114,7 +114,7 @@ def without_values(
     """A mode of fake tensors, ``inputs`` in it, and those parameters and buffers of ``model`` by name that are on another device
     than the inputs, as if they were on that one."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+    fakes: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
     return fake, fakes, _fakes_on_device(model, {tensor.device for tensor in fakes.values()}, fake)
 
 
