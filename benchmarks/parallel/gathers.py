@@ -64,11 +64,11 @@ class Gathers:
 def by_hand(name: str, workload: Workload, gathers: Gathers) -> Callable[[Batch, float], float]:
     """The step of one of ``OTHERS``."""
     model = build_gpt(workload)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mp_policy": policy} if name == "policy" else {}
+    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = in_bf16 if name == "policy" else MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_custom_all_gather(gathers)
