@@ -131,6 +131,14 @@ def test_stacks_of_experts_are_split_along_the_dim_that_is_pinned(
     assert first["shapes"][path + "up"] == (experts // 2, rows // 2, columns)
 
 
+def test_norms_of_whole_parameters_are_those_of_parts_along_any_dim(pool: Pool, tmp_path: Path) -> None:
+    """LAMB scales the update of a parameter by the norms of the whole parameter."""
+    kind = {"kind": "lamb"}
+    expected = trained(World(JobSpec()), str(tmp_path / "alone"), kind, (), 4, {})["figures"]
+    found = pool.run(trained, str(tmp_path / "run"), {"dp_shard": 2, "tp": 2, **kind}, BOTH, 4, {}, ranks=4)[0]
+    check_equal(found["figures"], expected)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "placements"),

@@ -14,7 +14,7 @@ from unisono.plan.options import PlanOptions, Schedule
 from unisono.plan.resolve import derive_plan
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout, LayoutError
-from unisono.planner.layout_space import Job, Space, nearest_value
+from unisono.planner.layout_space import AXES, Job, Space, nearest_value
 from unisono.planner.layout_strategy import plan_of, write_strategy
 from unisono.planner.layout_timeline import layout_timeline
 from unisono.planner.model_presets import PRESETS
@@ -180,6 +180,18 @@ def test_the_nearest_value_of_a_pin_that_no_layout_has(pins: dict[str, int | str
     assert said in f"{raised.value}, try {raised.value.nearest}"
     axis, _, value = raised.value.nearest.partition("=")
     compare(replace(JOB, pins=pins | {axis: value if axis == "schedule" else int(value)}))  # it works
+
+
+def test_every_value_that_is_searched_can_be_pinned() -> None:
+    job = replace(JOB, model=PRESETS["mixtral-8x7b"], pins={}, seq_len=65536, num_devices=32)
+    layouts = Space(job).layouts
+    for axis in AXES:
+        for value in {getattr(layout, axis) for layout in layouts} - {None}:
+            if axis == "stages_per_rank" and value == 0:  # of no pipeline
+                continue
+            pinned = Space(replace(job, pins={axis: value})).layouts
+            assert {getattr(layout, axis) for layout in pinned} == {value}
+            assert len(pinned) >= sum(getattr(layout, axis) == value for layout in layouts)
 
 
 @given(st.integers(0, 100), st.lists(st.integers(0, 100), min_size=1))
