@@ -105,7 +105,7 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
         ((*JOB, "--pin", "schedule=1f2b"), "--pin schedule=1f2b\n  rule: a schedule is gpipe, 1f1b, interleaved, zbv"),
         (
             (*JOB, "--pin", "schedule=zbv", "--pin", "stages_per_rank=4"),
-            "schedule=zbv stages_per_rank=4\n  rule: axes divide",
+            "schedule=zbv stages_per_rank=4\n  rule: schedule=zbv: no layout has it beside the others",
         ),
         ((*JOB, "--pin", "offload=1"), "--pin offload=1\n  rule: offload is true or false"),
         (
@@ -122,9 +122,31 @@ def test_tokens_pins_and_memory(desk: Desk, caplog: pytest.LogCaptureFixture) ->
             (*JOB, "--pin", "recomputed_blocks=4", "--pin", "recompute=full"),
             "--pin recomputed_blocks=4 with recompute=full\n  rule: some blocks are recomputed in partial recompute alone",
         ),
+        (
+            (*JOB, "--pin", "layers_per_stage=80"),
+            "--pin layers_per_stage=80\n  rule: it is the blocks of each stage of a pipeline, with commas",
+        ),
+        (
+            (*JOB, "--pin", "layers_per_stage=40,41"),
+            "layers_per_stage [40, 41], which are 81 blocks\n  rule: the model has 80 blocks\n  so:   nothing was searched\n"
+            "  try:  layers_per_stage=40,40",
+        ),
+        (
+            (*JOB, "--pin", "layers_per_stage=40,40", "--pin", "pp=4"),
+            "pp=4 layers_per_stage=40,40\n  rule: pp=4: it divides the 2 stages that are given\n"
+            "  so:   nothing was searched\n  try:  pp=2",
+        ),
+        (
+            (*JOB, "--pin", "layers_per_stage=40,40", "--pin", "layers_per_stage=41,39"),
+            "--pin layers_per_stage=40,40 --pin layers_per_stage=41,39\n  rule: stages have one number of blocks",
+        ),
+        ((*JOB, "--pin", "layer_per_stage=40,40"), "try:  did you mean 'layers_per_stage'?"),
+        ((*JOB, "--pin", "recompute=ful"), "try:  did you mean 'full'?"),
+        ((*JOB, "--pin", "schedule=zb"), "try:  did you mean 'zbv'?"),
+        ((*JOB, "--pin", "zero=7"), "try:  zero=3"),
         ((*JOB, "--pin", "zero=4"), "--pin zero=4\n  rule: the ZeRO stage is 0, 1, 2 or 3"),
         ((*JOB, "--pin", "tp=8", "--pin", "tp=4"), "--pin tp=8 --pin tp=4\n  rule: an axis has one value"),
-        ((*JOB, "--pin", "tp=7"), "64 devices, a global batch of 256 sequences, tp=7\n  rule: axes divide"),
+        ((*JOB, "--pin", "tp=7"), "unisono: tp=7\n  rule: it divides 64 heads"),
         (
             (*JOB, "--report", "none/a.html"),
             "--report none/a.html\n  rule: the file is written into a folder that exists",
@@ -351,6 +373,32 @@ def test_partial_recompute_is_told_in_text_json_and_page(desk: Desk) -> None:
     assert any(flip["is_other"] and flip["changed"] == "device memory" for flip in found["flips"])
     pinned = desk.here("plan", *JOB, "--pin=recomputed_blocks=2", "--json").json
     assert {max(each["layout"]["recomputed_blocks"]) for each in (pinned["best"], *pinned["pareto"])} == {2}
+
+
+def test_a_pinned_cut_is_in_text_json_page_and_strategy_file_and_simulate_predicts_it(desk: Desk) -> None:
+    given = (*JOB, "--pin=layers_per_stage=18,20,20,22", "--pin=tp=8")
+    text = desk.here("plan", *given, "--report=cut.html", "--apply=cut.json")
+    assert text.code == 0, text.err
+    assert " cut=given layers_per_stage=18,20,20,22 " in text.out
+    found = desk.here("plan", *given, "--json").json
+    for each in (found["best"], found["smallest"], *found["pareto"], *found["changes"]):
+        assert each["layout"]["layers_per_stage"] == [18, 20, 20, 22]
+    page = (desk.folder / "cut.html").read_text()
+    assert "blocks of each stage" in page
+    assert "18, 20, 20, 22" in page
+    layout = found["best"]["layout"]
+    assert json.loads((desk.folder / "cut.json").read_text())["pipeline"]["layers_per_stage"] == [18, 20, 20, 22]
+    columns = [
+        f"{name}={layout[name]}"
+        for name in ("tp", "pp", "micro_batch", "global_batch", "recompute", "zero", "cut", "schedule")
+    ]
+    job = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns, "layers_per_stage=18,20,20,22")
+    if layout["recomputed_blocks"]:
+        job = (*job, f"recomputed_blocks={','.join(map(str, layout['recomputed_blocks']))}")
+    simulated = desk.here("plan", "simulate", "--json", *job).json
+    assert simulated["step_s"] == pytest.approx(found["best"]["step_s"])
+    wrong = desk.here("plan", "simulate", *job[:-1], "recompute=none") if layout["recomputed_blocks"] else None
+    assert wrong is None or wrong.code == 2
 
 
 def test_partial_recompute_is_what_simulate_predicts(desk: Desk) -> None:

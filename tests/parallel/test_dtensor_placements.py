@@ -217,7 +217,7 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         "the placement ('dp_shard', None) of 'table.weight'\n"
         "  rule: a placement has 'tp' for one dim at most and None for the others\n"
         "  so:   there are no other ranks that compute the same samples and could share it\n"
-        "  try:  plan.tp for what is pinned, plan.dp_shard for the state of all parameters"
+        "  try:  'tp'; placements of parameters in a strategy file have 'dp_shard' and 'ep' too"
     )
     assert twice == (
         "head.weight placed as ('tp', None) and, by 'head.weight', as (None, 'tp')\n"

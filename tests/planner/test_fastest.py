@@ -19,7 +19,7 @@ from unisono.measure.calibration import Calibration
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import Kind, stage_index
 from unisono.plan.plan import VERSION, Plan
-from unisono.planner.fastest import FastestPlanSearch, changes_in_words, pinned_options
+from unisono.planner.fastest import FastestPlanSearch, changes_in_words, kept_fields, pinned_options
 from unisono.planner.learned import Learned
 from unisono.planner.plan_record import used_axes
 from unisono.train.config import RunConfig
@@ -124,6 +124,25 @@ def test_what_a_strategy_file_places_stays_and_the_other_axes_are_searched(tmp_p
     assert "not possible: placements with sequence_parallel True" in refused
     assert "not possible: placements with schedule 'zbv'" in refused
     assert best.plan in plans
+
+
+@pytest.mark.parametrize("cut", [[1, 3], [2, 2]], ids=str)
+def test_a_cut_of_a_strategy_file_stays_beside_its_pipeline(tmp_path: Path, cut: list[int]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(
+        json.dumps(
+            {"version": VERSION, "mesh": {"pp": 2}, "batch": {"micro_batch": 2}, "pipeline": {"layers_per_stage": cut}}
+        )
+    )
+    resolved = load_config(RunConfig, overrides=["plan.global_batch=8", f"plan.file={file}"])
+    found, best = search(Trials(), 100, num_ranks=4, pinned=pinned_options(resolved), file=str(file))
+    plans = [candidate.plan for candidate in found.candidates if candidate.plan is not None]
+    assert len(plans) > 3
+    assert {plan.pipeline.layers_per_stage for plan in plans} == {tuple(cut)}
+    assert {plan.mesh.pp for plan in plans} == {2}
+    assert {(plan.mesh.tp, plan.mesh.cp, plan.mesh.dp_shard) for plan in plans} >= {(1, 1, 1), (2, 1, 1), (1, 1, 2)}
+    assert best.plan in plans
+    assert kept_fields(found.options) == ["pipeline.layers_per_stage"]
 
 
 @pytest.mark.parametrize(("num_experts", "ep"), [(0, 1), (3, 1), (8, 4)])

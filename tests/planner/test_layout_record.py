@@ -26,6 +26,7 @@ from unisono.planner.plan_record import PlanRecord, add_to_plan_record, read_pla
 from unisono.planner.run_layout import layout_of_run
 from unisono.planner.search import choose, compare
 from unisono.planner.simulate import predict
+from unisono.planner.stage_blocks import blocks_per_stage
 from unisono.train.config import RunConfig
 
 MODEL = PRESETS["llama-3-8b"]
@@ -215,9 +216,16 @@ def test_a_step_that_does_other_work_has_no_layout(setting: str) -> None:
     assert layout_of_run(other, plan, H100, 512) is None
 
 
-def test_another_cut_of_the_stages_and_precisions_without_a_peak_have_no_layout() -> None:
+def test_another_cut_of_the_stages_is_a_given_one_and_precisions_without_a_peak_have_no_layout() -> None:
     plan = plan_of(layout(model=replace(MODEL, layers=8), num_devices=2, pp=2, stages_per_rank=1, schedule="1f1b", zero=0,
                           dp_shard=1, global_batch=8))  # fmt: skip
     uneven = plan.updated(pipeline={"layers_per_stage": (2, 6)})
-    assert layout_of_run(config(), uneven, H100, 512) is None
+    found = layout_of_run(config(), uneven, H100, 512)
+    assert found is not None
+    assert (found.cut, found.layers_per_stage) == ("given", (2, 6))
+    balanced = replace(found, cut="balanced", layers_per_stage=())
+    same = plan.updated(pipeline={"layers_per_stage": blocks_per_stage(balanced)})
+    assert layout_of_run(config(), same, H100, 512) == balanced
+    assert predicted_steps_s([found]) > predicted_steps_s([balanced])
+    assert layout_of_run(config(), plan.updated(pipeline={"layers_per_stage": (2, 7)}), H100, 512) is None
     assert layout_of_run(config(), plan.updated(precision={"compute": "fp32"}), H100, 512) is None

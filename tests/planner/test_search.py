@@ -170,7 +170,7 @@ def test_what_does_not_fit_and_what_cannot_be() -> None:
     assert found.best is None
     assert found.num_fitting == 0
     assert found.smallest.needed_bytes <= min(each.needed_bytes for each in found.pareto)
-    with pytest.raises(LayoutError, match=r"tp=3: axes divide the devices"):
+    with pytest.raises(LayoutError, match=r"tp=3: it divides 32 heads"):
         search(job(pins={"tp": 3}))
     with pytest.raises(LayoutError, match="a global batch of 7 sequences"):
         search(job(num_devices=1024, global_batch=7))

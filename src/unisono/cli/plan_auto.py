@@ -87,6 +87,7 @@ def auto(
     except KeyboardInterrupt:
         raise SystemExit(REQUEUE) from None  # the process that started this one says so
     from unisono.planner.fastest import as_json as listed
+    from unisono.planner.fastest import kept_fields
     from unisono.planner.fastest_page import write_fastest_page
     from unisono.planner.timed_plan import SPREAD
     from unisono.planner.why_fastest import CANDIDATE_SOURCES, flips, neighbours
@@ -103,6 +104,7 @@ def auto(
         "processes": num_ranks,
         "memory_bytes": search.memory_bytes,
         "pinned": sorted(search.pinned),
+        "kept": kept_fields(search.options),
         "settings": None if found is None else settings,
         "spread_frac": SPREAD,
         "learned_factor": None if found is None else found.learned.factor,
@@ -252,6 +254,7 @@ def _verdict(
     search: FastestPlanSearch, found: Candidate | None, settings: dict[str, Any], overlay: str | None
 ) -> Iterator[str]:
     from unisono.cli.search_text import learned_line
+    from unisono.planner.fastest import kept_fields
     from unisono.planner.timed_plan import SPREAD
     from unisono.planner.why_fastest import flips, neighbours
 
@@ -278,8 +281,8 @@ def _verdict(
         yield f"  {each.change}: {each.reason if each.slower_frac is None else f'{each.slower_frac:+.1%}'}"
     for each in flips(search.candidates, found):
         yield f"with {each.change}: {each.plan}"
-    pinned = sorted(search.pinned)
-    if pinned:
-        yield f"kept as given: {', '.join(f'plan.{name}' for name in pinned)}"
+    kept = [*(f"plan.{name}" for name in sorted(search.pinned)), *kept_fields(search.options)]
+    if kept:
+        yield f"kept as given: {', '.join(kept)}"
     if overlay is not None:
         yield f"unisono train {overlay}"

@@ -145,6 +145,7 @@ def _job(
         trust_python=is_python_trusted(),
     )
     record = read_plan_record(default_cache_dir(os.environ) / PLAN_RECORD_FILE)
+    cut, pins = _given_cut(pins)
     return Job(
         model=layout.model,
         device=layout.device,
@@ -154,6 +155,7 @@ def _job(
         seq_len=layout.seq_len,
         compiled=is_compiled,
         pins=_pins(pins),
+        layers_per_stage=cut,
         memory_bytes=(memory_gib or 0) * GIB,
         learned=learned_factors(record.layouts, layout.model, layout.device),
     )
@@ -172,6 +174,24 @@ def _sequences(text: str, seq_len: int) -> int:
             f"--global-batch {text}", "it is a number of sequences, or of tokens with tok behind it", "512, or 4Mtok"
         )
     return int(count)
+
+
+def _given_cut(texts: Sequence[str]) -> tuple[tuple[int, ...], list[str]]:
+    """Blocks of each stage, if they are pinned, and the other pins."""
+    from unisono.planner.layout_space import LAYERS_PER_STAGE
+
+    cuts = [text for text in texts if text.partition("=")[0] == LAYERS_PER_STAGE]
+    others = [text for text in texts if text not in cuts]
+    if len(cuts) > 1:
+        raise _refused(
+            " ".join(f"--pin {cut}" for cut in cuts), "stages have one number of blocks", f"--pin {cuts[-1]}"
+        )
+    counts = cuts[0].partition("=")[2] if cuts else ""
+    if cuts and not re.fullmatch(r"\d{1,9}(,\d{1,9})+", counts, re.ASCII):
+        raise _refused(
+            f"--pin {cuts[0]}", "it is the blocks of each stage of a pipeline, with commas", "layers_per_stage=6,8,8,8"
+        )
+    return tuple(map(int, counts.split(","))) if counts else (), others
 
 
 def _pins(texts: Sequence[str]) -> dict[str, int | str]:
@@ -200,16 +220,29 @@ def _pins(texts: Sequence[str]) -> dict[str, int | str]:
 
 def _pin(text: str) -> tuple[str, int | str]:
     from unisono.planner.layout import ZERO_STAGES
-    from unisono.planner.layout_space import AXES, OFFLOAD, PARTIAL, RECOMPUTE, RECOMPUTED_BLOCKS, SCHEDULES
+    from unisono.planner.layout_space import (
+        AXES,
+        LAYERS_PER_STAGE,
+        OFFLOAD,
+        PARTIAL,
+        RECOMPUTE,
+        RECOMPUTED_BLOCKS,
+        SCHEDULES,
+        nearest_value,
+    )
 
     name, _, value = text.partition("=")
     name = {"fsdp": "dp_shard", "vp": "stages_per_rank"}.get(name, name)
-    names = (*AXES, RECOMPUTED_BLOCKS)
+    names = (*AXES, LAYERS_PER_STAGE, RECOMPUTED_BLOCKS)
     if name not in names:
         raise _refused(f"--pin {text}", f"an axis is one of {', '.join(names)}", nearest_name(name, names))
     if name == "recompute":
         if value not in (*RECOMPUTE, PARTIAL):
-            raise _refused(f"--pin {text}", "recompute is none, selective, full or partial", "recompute=full")
+            raise _refused(
+                f"--pin {text}",
+                "recompute is none, selective, full or partial",
+                nearest_name(value, (*RECOMPUTE, PARTIAL)),
+            )
         return name, value
     if name == OFFLOAD:
         if value not in ("true", "false"):
@@ -217,13 +250,12 @@ def _pin(text: str) -> tuple[str, int | str]:
         return name, value == "true"
     if name == "schedule":
         if value not in SCHEDULES:
-            raise _refused(
-                f"--pin {text}", f"a schedule is {', '.join(SCHEDULES)}", f"schedule={nearest_name(value, SCHEDULES)}"
-            )
+            raise _refused(f"--pin {text}", f"a schedule is {', '.join(SCHEDULES)}", nearest_name(value, SCHEDULES))
         return name, value
     if name == "zero":
         if value not in map(str, ZERO_STAGES):
-            raise _refused(f"--pin {text}", "the ZeRO stage is 0, 1, 2 or 3", "zero=1")
+            near = nearest_value(int(value), ZERO_STAGES) if re.fullmatch("[0-9]{1,9}", value) else 1
+            raise _refused(f"--pin {text}", "the ZeRO stage is 0, 1, 2 or 3", f"zero={near}")
     elif not re.fullmatch("[1-9][0-9]{0,9}", value):
         raise _refused(f"--pin {text}", "the value of an axis is a whole number above 0", f"{name}=1")
     return name, int(value)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = (
     *("precision", "num_devices", "dp", "zero", "dp_shard", "tp", "pp", "stages_per_rank", "schedule", "cut"),
-    *("cp", "ep"),
+    *("layers_per_stage", "cp", "ep"),
     *("micro_batch", "global_batch", "seq_len", "recompute", "recomputed_blocks", "offload"),
 )
 
@@ -19,7 +19,7 @@ _LAYOUT = (
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """The layout with what was assumed, as JSON types."""
     values = {name: getattr(layout, name) for name in _LAYOUT} | {"dp_shard": layout.state_ranks // layout.cp or 1}
-    values["recomputed_blocks"] = list(layout.recomputed_blocks)
+    values |= {"layers_per_stage": list(layout.layers_per_stage), "recomputed_blocks": list(layout.recomputed_blocks)}
     return {"device": layout.device.name, "params": layout.model.params, **values}
 
 

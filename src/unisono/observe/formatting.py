@@ -208,11 +208,16 @@ def _rules_inferred(event: Fields) -> str:
 
 
 def _placements(event: Fields) -> str:
-    """Parameters sharded over tp with their dim, and replicated parameters."""
+    """Parameters sharded over tp, and those of which other axes are named, with their dims; and those replicated over tp."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
-    sharded = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
-    replicated = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
-    return f"sharded over tp: {sharded}; replicated: {replicated or 'none'}"
+    parts: list[str] = []
+    for axis in ("tp", "dp_shard", "ep"):
+        if sharded := [f"{name} (dim {dims.index(axis)})" for name, dims in placed.items() if axis in dims]:
+            parts.append(f"sharded over {axis}: {', '.join(sharded)}")
+    if any("tp" in dims for dims in placed.values()):
+        replicated = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
+        parts.append(f"replicated: {replicated or 'none'}")
+    return "; ".join(parts)
 
 
 def _packing(stats: Fields) -> str:

@@ -8,8 +8,8 @@ A block's parameters are gathered before its forward pass; its gradients are red
 
 Experts that ``ep`` has distributed are a unit of their own, over the ranks that hold the same experts. A stack whose number of
 experts is not divisible by the ranks is sharded along its next dimension, if that is divisible; otherwise some ranks would hold
-nothing. Parameters below the plan's threshold, and experts that only one rank holds, are not sharded: their gradients are summed
-once per step (``ShardedParameters.unsharded_grad_groups``).
+nothing. A placement may pin the dimension (``tensor.pinned_dims``). Parameters below the plan's threshold, and experts that only
+one rank holds, are not sharded: their gradients are summed once per step (``ShardedParameters.unsharded_grad_groups``).
 
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced shards are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes, which the plan ensures.
@@ -72,9 +72,16 @@ def apply_fsdp(
         )
         for name, parameter in model.named_parameters()
     }
+    dims_given = {
+        parameter: table.shard_dims[first]
+        for name, parameter in model.named_parameters()
+        if (first := spec.first_names[name]) in table.shard_dims
+    }
     replicated = {parameter for parameter, count in ranks.items() if count == 1}
 
     def placement(parameter: nn.Parameter) -> Shard:
+        if parameter in dims_given:
+            return Shard(dims_given[parameter])
         experts, units, *_ = *parameter.shape, 1
         count = ranks[parameter]
         return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)

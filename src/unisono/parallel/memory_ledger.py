@@ -87,6 +87,7 @@ def build_ledger(
     *,
     state: Collection[str],
     shards: Mapping[str, TensorShard] | None = None,
+    shard_dims: Mapping[str, int] | None = None,
     stacks: Collection[str] = (),
     layout: PipelinePartition | None = None,
 ) -> MemoryLedger:
@@ -95,6 +96,7 @@ def build_ledger(
     Args:
         state: Names of the optimizer's tensors per parameter (``optim.state_names``).
         shards: This rank's shards along ``tp``, by first name.
+        shard_dims: Dims along which FSDP2 splits, by first name, where they are pinned.
         stacks: Names of the parameters that are stacks of experts.
         layout: Partition of the model into pipeline stages.
     """
@@ -114,7 +116,8 @@ def build_ledger(
         before_rows = math.prod(shape)
         if plan.uses_fsdp:
             line, ranks = "experts" if expert else "shard", plan.shard_degree_of(name, entry.numel, expert=expert)
-            dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
+            usual = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
+            dim = (shard_dims or {}).get(name, usual)
             size = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
         numel, size = math.prod(shape), entry.dtype.itemsize

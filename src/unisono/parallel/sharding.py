@@ -135,7 +135,8 @@ class ShardTable:
 
     ``spec`` describes the global model. ``shards`` holds the parameters that any transform has split; ``tensor_parallel`` those
     that tensor parallelism has split, as it left them. ``grad_reduce_dtypes`` has, by every name, the dtype in which a gradient
-    is reduced over data ranks where that is not its own.
+    is reduced over data ranks where that is not its own. ``shard_dims`` has, by first name, the dim along which FSDP2 splits a
+    parameter where that is pinned.
     """
 
     def __init__(self, model: nn.Module, grad_reduce_dtypes: Mapping[str, torch.dtype] | None = None) -> None:
@@ -143,6 +144,7 @@ class ShardTable:
         self.grad_reduce_dtypes = dict(grad_reduce_dtypes or {})
         self.shards: dict[str, TensorShard] = {}
         self.tensor_parallel: dict[str, TensorShard] = {}
+        self.shard_dims: dict[str, int] = {}
         self._axes: dict[str, set[str]] = {}
         self._partial_grads: dict[str, ProcessGroup] = {}
 

@@ -34,6 +34,7 @@ from unisono.parallel.recompute import (
 )
 from unisono.parallel.sharding import ShardTable
 from unisono.parallel.tensor.dtensor_placements import Dims, apply_placements, check_placements
+from unisono.parallel.tensor.pinned_dims import check_pinned_dims, pin_dims, resolve_pinned_dims
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.plan.pipeline_schedule import stage_index
@@ -71,7 +72,8 @@ class ParallelModel:
         stages: This rank's stages, once a plan with ``pp`` is applied.
         recomputed: Modules that the backward pass computes again, by their names in the global model.
         compute_dtypes: Dtypes in which modules compute, by their names in the global model; only those that a dtype rule sets.
-        placed: Placement of each parameter of the global model, by name, once placements of the plan are applied.
+        placed: Placement of each parameter of the global model, by name, once placements of the plan are applied; of the placed
+            ones alone where none is over ``tp``.
         cast_before_gather: Parameters of the global model that the forward pass only converts (``weight_casts``), by name.
     """
 
@@ -180,7 +182,21 @@ def _select_recomputed(parallel: ParallelModel, _dims: ParallelDims | None) -> N
 
 
 def _apply_placements(parallel: ParallelModel, dims: ParallelDims) -> None:
-    parallel.placed = apply_placements(parallel.model, dims, parallel.table)
+    pinned = resolve_pinned_dims(parallel.model, parallel.plan)
+    if parallel.plan.tensor_parallel.dtensor_placements:
+        parallel.placed = apply_placements(parallel.model, dims, parallel.table)
+    parallel.placed |= pinned
+    pin_dims(parallel.table, pinned)
+
+
+def _check_placements(model: nn.Module, plan: Plan) -> None:
+    check_placements(model, plan, repeated_blocks(model))
+    resolve_pinned_dims(model, plan)
+
+
+def _apply_fsdp(parallel: ParallelModel, dims: ParallelDims) -> None:
+    check_pinned_dims(parallel.table)
+    apply_fsdp(parallel.model, parallel.blocks, dims, parallel.table, parallel.cast_before_gather)
 
 
 def _apply_context_parallel(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
@@ -299,12 +315,12 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "placements",
         lambda plan: bool(plan.tensor_parallel.placements),
-        lambda model, plan: check_placements(model, plan, repeated_blocks(model)),
+        _check_placements,
         _apply_placements,
     ),
     Transform(
         "tensor_parallel",
-        lambda plan: plan.mesh.tp > 1 and not plan.tensor_parallel.placements,
+        lambda plan: plan.mesh.tp > 1 and not plan.tensor_parallel.dtensor_placements,
         resolve_rules,
         lambda parallel, dims: apply_tensor_parallel(parallel.model, dims, parallel.table),
     ),
@@ -349,8 +365,6 @@ TRANSFORMS: tuple[Transform, ...] = (
         "fsdp",
         lambda plan: plan.uses_fsdp,
         check_unsharded,
-        lambda parallel, dims: apply_fsdp(
-            parallel.model, parallel.blocks, dims, parallel.table, parallel.cast_before_gather
-        ),
+        _apply_fsdp,
     ),
 )

@@ -148,6 +148,16 @@ class TensorParallelPlan:
     rules: tuple[Rule, ...]
     placements: tuple[ParameterPlacement, ...]
 
+    @property
+    def dtensor_placements(self) -> tuple[ParameterPlacement, ...]:
+        """Those by which modules compute with DTensors over ``tp``: all but those of other axes alone."""
+        return tuple(each for each in self.placements if "tp" in each.dims or not any(each.dims))
+
+    @property
+    def state_placements(self) -> tuple[ParameterPlacement, ...]:
+        """Those that name ``dp_shard`` or ``ep``."""
+        return tuple(each for each in self.placements if not {"dp_shard", "ep"}.isdisjoint(each.dims))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendPlan:

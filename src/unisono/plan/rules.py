@@ -12,14 +12,14 @@ Modules matched by no rule are replicated. Modules are named by pattern: ``*`` m
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
-from unisono.errors import PlanError
+from unisono.errors import PlanError, Problem, nearest_name
 from unisono.storage.limits import MAX_PATTERN
 
 
@@ -102,20 +102,37 @@ class SequenceRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 Rule = ColwiseRowwise | ExpertRule | EmbeddingRule | OutputRule | SequenceRule
 
 
-Dims = tuple[Literal["tp"] | None, ...]
+Dims = tuple[str | None, ...]
+PLACED_AXES: Final = ("tp", "dp_shard", "ep")  # along which parameters are split
+# why they are not along the others, and what is meant perhaps
+_WHOLE_ALONG: Final = {
+    "pp": (
+        "a stage has whole parameters, those of its blocks",
+        "pipeline.layers_per_stage, which says where blocks are",
+    ),
+    "cp": (
+        "ranks of cp compute parts of a sequence with the same parameters",
+        "'dp_shard', which names all dp_shard x cp ranks that share states",
+    ),
+    "dp_replicate": ("replicas of the model have the same parameters", "'dp_shard', with plan.dp_shard above 1"),
+}
 
 
 class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters of ``module`` that match ``parameter`` are sharded with DTensor, which decides how activations are sharded.
+    """How parameters of ``module`` that match ``parameter`` are split over ranks.
+
+    Those that name ``tp`` are sharded with DTensor, which decides how activations are sharded. Those of ``dp_shard`` are split
+    along the named dim by FSDP2, in place of dim 0, and gathered before they are used. Those of ``ep`` are stacks of experts,
+    which are split along dim 0.
 
     Without ``parameter``, the inputs and outputs of the module are redistributed instead. Such a module is inside a module whose
-    parameters are placed.
+    parameters are placed over ``tp``.
 
     Args:
         module: Pattern; "" is the whole model.
         parameter: Pattern of parameter names inside ``module``.
-        dims: For each dim "tp", or null if it is not sharded.
-        inputs: For each positional input its ``dims``, or null to leave it as it is.
+        dims: For each dim "tp", "dp_shard" or "ep", each once at most, or null if it is not split.
+        inputs: For each positional input its ``dims``, of "tp" and null, or null to leave it as it is.
         outputs: The ``dims`` of the output.
     """
 
@@ -124,6 +141,38 @@ class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_field
     dims: Dims = ()
     inputs: tuple[Dims | None, ...] = ()
     outputs: Dims | None = None
+
+
+def axes_problem(what: str, dims: Dims, axes: Sequence[str] = PLACED_AXES) -> Problem | None:
+    """The problem of a placement of ``what`` that names others than ``axes``, or one of them twice."""
+    named = [dim for dim in dims if dim is not None]
+    wrong = next((dim for dim in named if dim not in axes), None)
+    if wrong is None and len(set(named)) == len(named):
+        return None
+    given = f"the placement {dims} of {what}"
+    if len(axes) == 1:
+        (axis,) = axes
+        return Problem(
+            given=given,
+            rule=f"a placement has {axis!r} for one dim at most and None for the others",
+            consequence="there are no other ranks that compute the same samples and could share it",
+            nearest=f"{axis!r}; placements of parameters in a strategy file have 'dp_shard' and 'ep' too",
+        )
+    listed = f"{', '.join(axes[:-1])} and {axes[-1]}"
+    if wrong in _WHOLE_ALONG:
+        reason, nearest = _WHOLE_ALONG[wrong]
+        return Problem(
+            given=given,
+            rule=f"parameters are split along {listed}: {reason}",
+            consequence="there is nothing to split along it",
+            nearest=nearest,
+        )
+    return Problem(
+        given=given,
+        rule=f"a placement names {listed}, each for one dim at most, and None for the other dims",
+        consequence="it is unclear along which ranks the parameter is split",
+        nearest=nearest_name(wrong, axes) if wrong else "each axis once",
+    )
 
 
 class DtypeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

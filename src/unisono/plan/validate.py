@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from unisono.errors import PlanError, Problem, inert_problem
 from unisono.plan.options import MOST_RANKS, PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
+from unisono.plan.rules import axes_problem
 from unisono.storage.limits import MAX_STEP_SAMPLES
 
 _COUNTS = {
@@ -332,8 +333,29 @@ def _choices(plan: Plan, _world_size: int) -> Iterator[Problem]:
 def _placements(plan: Plan, _world_size: int) -> Iterator[Problem]:
     """Settings that cannot be combined with placements, and placements without effect."""
     parallel = plan.tensor_parallel
-    if not parallel.placements:
-        return
+    for placement in parallel.placements:
+        where = f"{placement.parameter or 'the inputs and outputs'!r} of {placement.module or 'the model'!r}"
+        values = [dims for dims in (*placement.inputs, placement.outputs) if dims is not None]
+        found = [axes_problem(where, placement.dims), *(axes_problem(where, dims, ("tp",)) for dims in values)]
+        yield from (problem for problem in found if problem is not None)
+    if any("dp_shard" in placement.dims for placement in parallel.placements) and not plan.uses_fsdp:
+        yield inert_problem(
+            f"placements over dp_shard with dp_shard {plan.mesh.dp_shard}",
+            "they say along which dim ranks that share states split a parameter",
+            "plan.dp_shard=2, or no 'dp_shard' in placements",
+        )
+    if any("ep" in placement.dims for placement in parallel.placements) and plan.mesh.ep == 1:
+        yield inert_problem(
+            "placements over ep with ep 1",
+            "they say that ranks share the experts of a stack",
+            "plan.ep=2, or no 'ep' in placements",
+        )
+    if parallel.dtensor_placements:
+        yield from _dtensor_placements(plan)
+
+
+def _dtensor_placements(plan: Plan) -> Iterator[Problem]:
+    parallel = plan.tensor_parallel
     if parallel.sequence_parallel:
         yield Problem(
             given="placements with sequence_parallel True",

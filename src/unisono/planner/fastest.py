@@ -254,6 +254,11 @@ def pinned_options(resolved: Resolved[RunConfig]) -> frozenset[str]:
     return frozenset(given) & frozenset(_SEARCHED)
 
 
+def kept_fields(options: PlanOptions) -> list[str]:
+    """Fields of the strategy file that no option sets, such as ``pipeline.layers_per_stage``: every plan of a search has them."""
+    return [field for field in with_strategy_file(options)[1] if not option_of(field)]
+
+
 def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """One object for each candidate."""
     return [

@@ -16,7 +16,7 @@ from unisono.planner.model_shape import ModelShape
 
 Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
-Cut = Literal["equal", "balanced"]
+Cut = Literal["equal", "balanced", "given"]
 AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -49,7 +49,9 @@ class Layout:
         stages_per_rank: Stages of each pipeline rank (an interleaved schedule has several); 0 if unknown.
         schedule: Order of a pipeline's passes (``plan.pipeline_schedule``); None: 1f1b, or interleaved with several stages.
         cut: How blocks are distributed over the pipeline: ``balanced`` in whole blocks, with fewer beside the output matrix
-            (``stage_blocks``); ``equal`` takes equal parts of all work, where the cut of a job is not known.
+            (``stage_blocks``); ``given`` as ``layers_per_stage`` has them; ``equal`` takes equal parts of all work, where the cut
+            of a job is not known.
+        layers_per_stage: Blocks of each stage in order, of a ``given`` cut; empty with any other.
         cp: Ranks that share a sequence.
         ep: Ranks that share the experts; of all ranks of a pipeline stage.
         zero: What ``dp_shard`` x ``cp`` ranks share (ZeRO, arXiv 1910.02054): 0 nothing; 1 optimizer states, as Megatron-LM's
@@ -81,6 +83,7 @@ class Layout:
     stages_per_rank: int = 0
     schedule: Schedule | None = None
     cut: Cut = "equal"
+    layers_per_stage: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
     zero: int = 1
@@ -108,6 +111,7 @@ class Layout:
             stages = f"pp {self.pp} with {max(1, self.stages_per_rank)} stages per rank"
             raise LayoutError(stages, f"each stage has a layer, and the model has {model.layers}", "fewer stages")
         self._check_schedule()
+        self._check_cut()
         if model.experts % self.ep if model.experts else self.ep > 1:
             raise LayoutError(
                 f"ep {self.ep}", f"it divides the model's {model.experts} experts", "a divisor of them, or 1"
@@ -155,6 +159,24 @@ class Layout:
             nearest = "schedule interleaved" if stages > 1 else "two stages per rank"
             raise LayoutError(f"schedule {self.schedule} with {stages} stages per rank", rule, nearest)
 
+    def _check_cut(self) -> None:
+        if bool(self.layers_per_stage) != (self.cut == "given"):
+            raise LayoutError(
+                f"cut {self.cut} with layers_per_stage {list(self.layers_per_stage)}",
+                "a given cut has blocks of each stage, and no other has any",
+                "cut given, with layers_per_stage",
+            )
+        stages = self.pp * max(1, self.stages_per_rank)
+        if self.layers_per_stage and (self.pp == 1 or len(self.layers_per_stage) != stages):
+            raise LayoutError(
+                f"layers_per_stage {list(self.layers_per_stage)} with pp {self.pp} and {max(1, self.stages_per_rank)} "
+                "stages per rank",
+                "it has the blocks of each stage of a pipeline, and there are pp x stages_per_rank of them",
+                f"{stages} numbers" if self.pp > 1 else "pp=2",
+            )
+        if self.layers_per_stage:
+            check_blocks(self.layers_per_stage, self.model.layers)
+
     def _check_offload(self) -> None:
         if self.offload and (self.recompute != "none" or self.compiled):
             raise LayoutError(
@@ -199,6 +221,29 @@ class Layout:
     def num_micro_batches(self) -> float:
         """Forward passes of a replica in a step."""
         return self.global_batch / (self.dp * self.micro_batch)
+
+
+def check_blocks(layers_per_stage: Sequence[int], layers: int) -> None:
+    """Raises LayoutError if a stage has no block, or all of them together not the ``layers`` of the model."""
+    given, total = f"layers_per_stage {list(layers_per_stage)}", sum(layers_per_stage)
+    nearest = _nearest_cut(layers_per_stage, layers)
+    if min(layers_per_stage) < 1:
+        raise LayoutError(given, "each stage has a block", nearest)
+    if total != layers:
+        raise LayoutError(f"{given}, which are {total} blocks", f"the model has {layers} blocks", nearest)
+
+
+def _nearest_cut(layers_per_stage: Sequence[int], layers: int) -> str:
+    """The same cut with ``layers`` blocks: the largest stages have fewer, or the smallest more."""
+    stages = len(layers_per_stage)
+    if stages > layers:
+        return f"at most {layers} stages"
+    if sum(layers_per_stage) > 2 * layers:
+        layers_per_stage = (1,) * stages
+    near = [max(1, blocks) for blocks in layers_per_stage]
+    while (missing := layers - sum(near)) != 0:
+        near[near.index(min(near) if missing > 0 else max(near))] += 1 if missing > 0 else -1
+    return f"layers_per_stage={','.join(map(str, near))}"
 
 
 def columns(layouts: Sequence[Layout], *values: Callable[[Layout], float]) -> tuple[Numbers, ...]:

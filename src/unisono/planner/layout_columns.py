@@ -24,7 +24,7 @@ _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
     *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
     *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
-    *("recomputed_blocks", "offload", "cut", "schedule", "notes"),
+    *("recomputed_blocks", "offload", "cut", "layers_per_stage", "schedule", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -48,7 +48,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
     compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or one with stored scores; a ``schedule``
     has its usual number of stages. A precision such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``,
     ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a single number is that
-    of every stage.
+    of every stage. ``layers_per_stage`` are the blocks of each stage of a cut that is given.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -68,6 +68,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
     stages_per_rank = STAGES_PER_RANK[schedule] if schedule else 0
     if virtual and pp > 1:
         stages_per_rank = int(virtual[1])
+    layers_per_stage = _numbers(row, "layers_per_stage", "it is the blocks of each stage in order")
     layout = Layout(
         model=model,
         device=device,
@@ -77,7 +78,8 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
         pp=pp,
         stages_per_rank=stages_per_rank,
         schedule=schedule,
-        cut=_cut(row.get("cut", "")),
+        cut=_cut(row.get("cut", ""), layers_per_stage),
+        layers_per_stage=layers_per_stage,
         cp=cp,
         ep=ep,
         zero=_zero(row.get("zero", ""), 3 if is_fsdp else 1),
@@ -86,7 +88,7 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
         global_batch=global_batch or replicas * micro_batch * (8 * pp if pp > 1 else 1),
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
-        recomputed_blocks=_blocks(row.get("recomputed_blocks", ""), pp * max(1, stages_per_rank)),
+        recomputed_blocks=_recomputed_blocks(row, pp * max(1, stages_per_rank)),
         offload=_offload(row.get("offload", "")),
         compiled="compile" in row.get("notes", "").lower(),
         attention_kernel=_attention_kernel(row.get("notes", "").lower()),
@@ -194,15 +196,16 @@ def _recompute(text: str) -> Recompute:
     raise LayoutError(f"recompute {text!r}", "it is full, selective, partial or none", "full")
 
 
-def _blocks(text: str, stages: int) -> tuple[int, ...]:
-    """A number for each of ``stages``; none if ``text`` is empty."""
+def _numbers(row: Mapping[str, str], column: str, rule: str) -> tuple[int, ...]:
+    text = row.get(column, "")
     if not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", text.replace(" ", ""), re.ASCII):
-        raise LayoutError(
-            f"recomputed_blocks {text!r}",
-            "it is a number for each stage, or one for all of them",
-            "recomputed_blocks=1",
-        )
-    counts = tuple(int(count) for count in text.split(",")) if text else ()
+        raise LayoutError(f"{column} {text!r}", rule, f"{column}=1,1")
+    return tuple(int(count) for count in text.split(",")) if text else ()
+
+
+def _recomputed_blocks(row: Mapping[str, str], stages: int) -> tuple[int, ...]:
+    """A number for each of ``stages``; none if there are none."""
+    counts = _numbers(row, "recomputed_blocks", "it is a number for each stage, or one for all of them")
     return counts * stages if len(counts) == 1 else counts
 
 
@@ -222,12 +225,16 @@ def _zero(text: str, default: int) -> int:
     return int(text)
 
 
-def _cut(text: str) -> Cut:
+def _cut(text: str, layers_per_stage: tuple[int, ...]) -> Cut:
+    if layers_per_stage and text in ("", "given"):
+        return "given"
     for cut in _CUTS:
         if text == cut:
             return cut
     if text:
-        raise LayoutError(f"cut {text!r}", "it is balanced, equal or empty", "cut=balanced")
+        raise LayoutError(
+            f"cut {text!r}", "it is balanced, equal or empty, or given with layers_per_stage", "cut=balanced"
+        )
     return "equal"
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from unisono.plan.options import Schedule
 from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, Layout, Recompute
+from unisono.planner.layout import ZERO_STAGES, Layout, LayoutError, Recompute, check_blocks
 from unisono.planner.learned import LearnedFactors
 from unisono.planner.model_shape import ModelShape
 
@@ -27,6 +27,7 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of al
 OFFLOAD: Final = "offload"  # not enumerated either, unless pinned (``offloading``)
 PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
+LAYERS_PER_STAGE: Final = "layers_per_stage"  # and another, which ``Job`` has by itself
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
 _MOST_STAGES: Final = 10  # of a rank
@@ -56,6 +57,7 @@ class Job:
         compiled: Whether the model is compiled.
         pins: Values that are given, by the names of ``AXES``. With ``recompute=partial`` there may be ``recomputed_blocks``, the
             blocks of each stage that are recomputed.
+        layers_per_stage: Blocks of each stage of a pipeline, where they are given.
         memory_bytes: Memory of a device; 0: that of its data sheet.
         learned: What earlier runs of such a model on such devices correct.
     """
@@ -68,13 +70,26 @@ class Job:
     seq_len: int
     compiled: bool = False
     pins: Mapping[str, int | str]
+    layers_per_stage: tuple[int, ...] = ()
     memory_bytes: float = 0
     learned: LearnedFactors = LearnedFactors()
+
+    @property
+    def given_text(self) -> str:
+        """The job with its pins, without its model."""
+        given = {axis: value_text(value) for axis, value in self.pins.items()}
+        if self.layers_per_stage:
+            given[LAYERS_PER_STAGE] = ",".join(map(str, self.layers_per_stage))
+        pins = " ".join(f"{axis}={text}" for axis, text in given.items())
+        job = f"{self.num_devices} devices, a global batch of {self.global_batch} sequences"
+        return f"{job}, {pins}" if pins else job
 
 
 @dataclass(slots=True)
 class Space:
     """All legal layouts of a job, enumerated when it is made, and why other values of an axis have none.
+
+    Making it raises LayoutError for a pin that no layout of such a model and such sequences has (``check_pins``).
 
     Attributes:
         job: The job.
@@ -88,6 +103,7 @@ class Space:
     _reasons: defaultdict[tuple[str, Value], Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
 
     def __post_init__(self) -> None:
+        check_pins(self.job)
         self.layouts = list(self._every())
         had = {axis: {getattr(layout, axis) for layout in self.layouts} for axis in AXES}
         self.refused = tuple(
@@ -97,6 +113,29 @@ class Space:
             for value in _candidates(self.job, axis)
             if value not in had[axis] and (reason := self._reason(axis, value))
         )
+
+    def nearest_pin(self) -> tuple[str, str, str] | None:
+        """A pin without which there are layouts, the rule that it breaks, and its nearest value that has layouts.
+
+        None if no single pin is in the way of all others.
+        """
+        job = self.job
+        for axis, pin in job.pins.items():
+            if axis not in AXES or axis == OFFLOAD:
+                continue
+            free = replace(job, pins={name: value for name, value in job.pins.items() if name != axis})
+            values = {getattr(layout, axis) for layout in Space(free).layouts} - {None}
+            if values:
+                nearest = nearest_value(pin, sorted(values, key=_order))
+                (rule, _), *_ = self._reasons[axis, pin].most_common(1) or [("no layout has it beside the others", 0)]
+                return f"{axis}={value_text(pin)}", rule, f"{axis}={value_text(nearest)}"
+        if job.layers_per_stage and (layouts := Space(replace(job, layers_per_stage=())).layouts):
+            counts = sorted({layout.pp * layout.stages_per_rank for layout in layouts if layout.pp > 1})
+            text = ",".join(map(str, job.layers_per_stage))
+            rule = "pp x stages_per_rank is the number of stages, and the other pins leave no such pipeline"
+            near = nearest_value(len(job.layers_per_stage), counts) if counts else 0
+            return f"{LAYERS_PER_STAGE}={text}", rule, f"{near} numbers" if near else "pp above 1"
+        return None
 
     def _reason(self, axis: str, value: Value) -> str:
         """The rule that keeps most layouts with this value out."""
@@ -143,8 +182,12 @@ class Space:
             dp: Model replicas.
         """
         share = self.job.global_batch // dp
-        if pp == 1 and int(self.job.pins.get("stages_per_rank", 1)) > 1:
-            self._refuse("several stages per rank are those of a pipeline", pp=pp)
+        cut = self.job.layers_per_stage
+        if pp == 1 and (cut or int(self.job.pins.get("stages_per_rank", 1)) > 1):
+            self._refuse("several stages are those of a pipeline", pp=pp)
+            return
+        if len(cut) % pp:
+            self._refuse(f"it divides the {len(cut)} stages that are given", pp=pp)
             return
         for micro_batch in self._values("micro_batch"):
             if share % micro_batch:
@@ -153,12 +196,12 @@ class Space:
             micro_batches = share // micro_batch
             if pp == 1 and not self.job.pins.keys().isdisjoint(("stages_per_rank", "schedule")):
                 continue  # a rank has stages, and an order of passes, in a pipeline alone
-            for stages in self._values("stages_per_rank") if pp > 1 else [0]:
+            for stages in self._stages_per_rank(pp):
                 if stages > 1 and pp * stages > self.job.model.layers:
                     self._refuse("each stage has a block", stages_per_rank=stages, schedule=_of_stages(stages))
                     continue
                 uneven = stages > 1 and math.ceil(self.job.model.layers / pp) % stages
-                if uneven and "stages_per_rank" not in self.job.pins:
+                if uneven and not cut and "stages_per_rank" not in self.job.pins:
                     # with unequal stages ranks wait for each other, up to a tenth of a step (``pipeline_timeline``)
                     rule = "all stages of a rank have as many blocks"
                     self._refuse(rule, stages_per_rank=stages, schedule=_of_stages(stages))
@@ -173,6 +216,15 @@ class Space:
                                 yield self._layout(
                                     tp, pp, cp, stages, schedule, zero, dp_shard, ep, micro_batch, recompute
                                 )
+
+    def _stages_per_rank(self, pp: int) -> Sequence[int]:
+        """Stages of each of ``pp`` ranks: as many as a given cut has, else the values of the axis."""
+        count, pin = len(self.job.layers_per_stage) // pp, self.job.pins.get("stages_per_rank")
+        if count and pin not in (None, count):
+            rule = f"pp x stages_per_rank is {count * pp}, the number of stages that are given"
+            self._refuse(rule, pp=pp, stages_per_rank=int(pin or 0))
+            return []
+        return [count] if count else self._values("stages_per_rank") if pp > 1 else [0]
 
     def _schedules(self, pp: int, stages: int, micro_batches: int) -> Iterator[Schedule]:
         """Orders of the passes of so many ranks with so many stages each (``plan.validate``)."""
@@ -212,7 +264,10 @@ class Space:
                 elif zero and dp_shard * cp == 1:
                     self._refuse("states are shared by several data ranks", zero=zero)
                 elif zero == 0:
-                    self._refuse("ranks of a sequence share states", zero=zero)
+                    rule = "ranks of a sequence share states" if cp > 1 else "it shares no states between data ranks"
+                    self._refuse(rule, zero=zero)
+                elif dp % dp_shard:
+                    self._refuse("it divides the model's replicas", dp_shard=dp_shard)
 
     def _recomputes(self, zero: int, schedule: Schedule | None) -> Iterator[Recompute]:
         pin = self.job.pins.get("recompute")
@@ -254,7 +309,8 @@ class Space:
             pp=pp,
             stages_per_rank=stages,
             schedule=schedule,
-            cut="balanced",
+            cut="given" if job.layers_per_stage else "balanced",
+            layers_per_stage=job.layers_per_stage,
             cp=cp,
             ep=ep,
             zero=zero,
@@ -268,6 +324,29 @@ class Space:
         )
         factor = job.learned.of(layout.shared_axes).factor
         return layout if factor == 1 else replace(layout, learned_factor=factor)
+
+
+def check_pins(job: Job) -> None:
+    """Raises LayoutError for a pin that no layout has: by the shape of the model, or by the length of sequences."""
+    for axis, pin in job.pins.items():
+        if axis in AXES and (law := _law(job, axis, pin)):
+            legal = [value for value in _candidates(job, axis) if not _law(job, axis, value)]
+            raise LayoutError(f"{axis}={value_text(pin)}", law, f"{axis}={value_text(nearest_value(pin, legal))}")
+    if job.layers_per_stage:
+        check_blocks(job.layers_per_stage, job.model.layers)
+
+
+def nearest_value(pin: Value, values: Sequence[Value]) -> Value:
+    """That of ``values`` whose ratio to a number is closest to 1, or whose place in their order is; of equal ones the first."""
+    if isinstance(pin, str):
+        return min(values, key=lambda value: abs(_order(value) - _order(pin)))
+    return min(values, key=lambda value: abs(math.log((int(value) or 0.5) / (pin or 0.5))))
+
+
+def _order(value: Value) -> int:
+    """Words in the order of their axis."""
+    words = (*SCHEDULES, *RECOMPUTE, PARTIAL)
+    return words.index(value) if isinstance(value, str) else int(value)
 
 
 def _candidates(job: Job, axis: str) -> Sequence[Value]:
@@ -292,13 +371,27 @@ def _candidates(job: Job, axis: str) -> Sequence[Value]:
 
 
 def _rule(job: Job, axis: str, value: Value) -> str:
-    """The rule that any layout with this value would break; empty if there is none. A pinned ``tp`` may leave the domain."""
+    """The rule that any layout with this value would break; empty if there is none. Values that are pinned may break those that
+    are no ``_law``."""
+    if law := _law(job, axis, value):
+        return law
+    count = value if isinstance(value, int) else 0
+    if axis == "tp" and count > job.device.domain:
+        return f"fast links connect {job.device.domain} devices"
+    if axis == "cp" and count > 1:
+        if job.seq_len < LEAST_CP_TOKENS:
+            return f"sequences are divided from {LEAST_CP_TOKENS:,} tokens on, and have {job.seq_len:,}"
+        if job.seq_len // count < _LEAST_SHARE:
+            return f"each rank has at least {_LEAST_SHARE:,} tokens of a sequence"
+    return ""
+
+
+def _law(job: Job, axis: str, value: Value) -> str:
+    """The rule of all runs that any layout with this value would break; empty if there is none."""
     model, count = job.model, value if isinstance(value, int) else 0
     if axis == "tp":
         if model.traced and count > 1:
             return "layers of a model of one's own are not divided"
-        if count > job.device.domain:
-            return f"fast links connect {job.device.domain} devices"
         if model.heads % count or model.ffn % count or (model.kv_heads % count and count % model.kv_heads):
             return (
                 f"it divides {model.heads} heads and {model.ffn} hidden units, and divides {model.kv_heads} key/value "
@@ -308,13 +401,11 @@ def _rule(job: Job, axis: str, value: Value) -> str:
     if axis == "pp":
         return f"each stage has a block, and the model has {model.layers}" if count > model.layers else ""
     if axis == "cp" and count > 1:
-        if job.seq_len < LEAST_CP_TOKENS:
-            return f"sequences are divided from {LEAST_CP_TOKENS:,} tokens on, and have {job.seq_len:,}"
-        if job.seq_len // count < _LEAST_SHARE:
-            return f"each rank has at least {_LEAST_SHARE:,} tokens of a sequence"
         return f"2 x cp divides sequences of {job.seq_len} tokens" if job.seq_len % (2 * count) else ""
-    if axis == "ep" and count > 1 and not model.experts:
-        return "the model has no experts"
+    if axis == "ep" and count > 1:
+        if not model.experts:
+            return "the model has no experts"
+        return f"it divides the model's {model.experts} experts" if model.experts % count else ""
     return ""
 
 

@@ -52,11 +52,11 @@ def _without(layout: Layout, mode: str) -> Layout:
 
 def _mixed(layouts: Sequence[Layout], none: StepParts, full: StepParts) -> dict[str, Numbers]:
     """The parts for ``layouts`` with partial recompute, from those without recompute and with full recompute."""
-    layers, pp, is_balanced, again = columns(
+    layers, pp, in_blocks, again = columns(
         layouts,
         lambda it: it.model.layers,
         lambda it: it.pp,
-        lambda it: it.cut == "balanced",
+        lambda it: it.cut != "equal",
         lambda it: sum(it.recomputed_blocks),
     )
     share = again / layers
@@ -74,9 +74,9 @@ def _mixed(layouts: Sequence[Layout], none: StepParts, full: StepParts) -> dict[
     block_s, full_block_s = (_block_s(each, layers / pp) for each in (none, full))
     passes_s = (blocks - recomputed) * block_s[which] + recomputed * full_block_s[which]
     # the rank of the last stage has all of the output matrix; of an equal cut each rank has a part
-    passes_s += np.where(is_balanced > 0, 0, parts["lm_head"])[which]
+    passes_s += np.where(in_blocks > 0, 0, parts["lm_head"])[which]
     passes_s[starts + np.array([layout.head_rank for layout in layouts])] += np.where(
-        is_balanced > 0, parts["lm_head"] * pp, 0
+        in_blocks > 0, parts["lm_head"] * pp, 0
     )
     busy = np.sum(tuple(seconds for name, seconds in parts.items() if name not in OUTSIDE), axis=0)
     parts["imbalance"] = np.maximum(0, np.maximum.reduceat(passes_s, starts) - busy) * (pp > 1)

@@ -89,6 +89,11 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
             if answer.learned.runs
             else []
         ),
+        *(
+            [Figure("blocks of each stage", ", ".join(map(str, cut)))]
+            if (cut := found.best.layout.layers_per_stage)
+            else []
+        ),
         *([Figure("on the host, of each device", format_gib(best.host_bytes))] if best.host_bytes else []),
         Figure("layouts compared", f"{found.num_layouts:,}; {found.num_fitting:,} fit"),
     ]

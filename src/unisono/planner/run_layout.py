@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from unisono.config.fields import option_tree
@@ -73,7 +74,12 @@ def layout_of_run(config: RunConfig, plan: Plan, device: Device, vocab: int) -> 
     except LayoutError:
         return None
     cut = plan.pipeline.layers_per_stage
-    return layout if not in_pipeline or not cut or cut == blocks_per_stage(layout) else None
+    if not in_pipeline or not cut or cut == blocks_per_stage(layout):
+        return layout
+    try:
+        return replace(layout, cut="given", layers_per_stage=cut)
+    except LayoutError:  # of another model
+        return None
 
 
 def _value(config: RunConfig, key: str) -> object:

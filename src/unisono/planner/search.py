@@ -146,6 +146,9 @@ def memory_limit(job: Job) -> float:
 def compare(job: Job) -> LayoutTable:
     """Predictions for all layouts of ``job``. Raises LayoutError if none is legal."""
     space = Space(job)
+    if not space.layouts and (pin := space.nearest_pin()):
+        given, rule, nearest = pin
+        raise LayoutError(job.given_text, f"{given}: {rule}", nearest)
     return _completed(job, _predicted(space.layouts, space.refused))
 
 
@@ -183,9 +186,8 @@ def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
     tables = [partial] if pin == PARTIAL else [modes, partial, _predicted(moved, ())]
     layouts = [layout for table in tables for layout in table.layouts]
     if not layouts:
-        pins = "".join(f" {axis}={value}" for axis, value in job.pins.items())
         raise LayoutError(
-            f"{job.num_devices} devices, a global batch of {job.global_batch} sequences" + (f",{pins}" if pins else ""),
+            job.given_text,
             "axes divide the devices, the batch, the heads, the experts and the layers, and no layout does"
             + ("; partial recompute is that of fewer blocks than a stage has" if pin == PARTIAL else ""),
             "a batch that more numbers divide, such as a power of two, or fewer pins",

@@ -1,6 +1,6 @@
-"""Blocks of each rank of a pipeline, such that the rank with the most FLOPs has as few as possible. Imports no torch.
+"""Blocks of each rank of a pipeline: as given, or such that the rank with the most FLOPs has as few as possible.
 
-The output matrix belongs to the last stage, which has fewer blocks for it. All blocks count as their mean.
+Imports no torch. The output matrix belongs to the last stage, which has fewer blocks for it. All blocks count as their mean.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
     model, stages = layout.model, max(1, layout.stages_per_rank)
     if layout.pp == 1:
         return (float(model.layers),)
+    if layout.layers_per_stage:
+        return _of_ranks(layout, layout.layers_per_stage)
     if layout.cut == "equal" or layout.pp * stages > model.layers:
         return (model.layers / layout.pp,) * layout.pp
     cut = _balanced(model.layers, layout.pp, stages, _head_blocks(model, layout.seq_len))
@@ -55,9 +57,13 @@ def recomputed_per_rank(layout: Layout) -> tuple[float, ...]:
         return blocks_per_rank(layout)
     if not layout.recomputed_blocks:
         return (0.0,) * layout.pp
-    blocks = layout.recomputed_blocks
+    return _of_ranks(layout, layout.recomputed_blocks)
+
+
+def _of_ranks(layout: Layout, counts: Sequence[int]) -> tuple[float, ...]:
+    """The sum over the stages of each rank, of a number for each stage in order."""
     sums = [0.0] * layout.pp
-    for rank, count in zip(ranks_of_stages(layout), blocks, strict=True):
+    for rank, count in zip(ranks_of_stages(layout), counts, strict=True):
         sums[rank] += count
     return tuple(sums)
 
@@ -70,14 +76,31 @@ def ranks_of_stages(layout: Layout) -> tuple[int, ...]:
 
 
 def spread_over_stages(layout: Layout, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Blocks of each stage in order, of so many of each rank: as equal as possible, the first stages of a rank the largest."""
+    """Blocks of each stage in order, of so many of each rank: as equal as possible, the first stages of a rank the largest.
+
+    Of a given cut no stage gets more blocks than it has.
+    """
     stages = max(1, layout.stages_per_rank)
+    if layout.layers_per_stage:
+        return _spread_within(ranks_of_stages(layout), layout.layers_per_stage, blocks)
     return tuple(
         (blocks[rank] + stages - 1 - number // layout.pp) // stages
         for number, rank in enumerate(ranks_of_stages(layout))
     )
 
 
+def _spread_within(ranks: Sequence[int], most: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    """``blocks`` of each rank, dealt one by one to that of its stages which has fewest, up to the ``most`` that it can have."""
+    spread = [0] * len(ranks)
+    for rank, count in enumerate(blocks):
+        for _ in range(count):
+            free = [stage for stage, of in enumerate(ranks) if of == rank and spread[stage] < most[stage]]
+            spread[min(free, key=spread.__getitem__)] += 1
+    return tuple(spread)
+
+
 def blocks_per_stage(layout: Layout) -> tuple[int, ...]:
-    """Blocks of each stage in order (``spread_over_stages``)."""
+    """Blocks of each stage in order: those of a given cut, or ``spread_over_stages``."""
+    if layout.layers_per_stage:
+        return layout.layers_per_stage
     return spread_over_stages(layout, [int(blocks) for blocks in blocks_per_rank(layout)])

@@ -196,7 +196,7 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
     )
     replicas = dp * cp / shared  # that sum their gradients once in a step
     once, passes = (np.take(np.array(each, float), zero.astype(int)) for each in (_ONCE_BYTES, _SHARED_PASSES))
-    cuts = [blocks_per_rank(layout) if layout.cut == "balanced" else (0.0,) * layout.pp for layout in layouts]
+    cuts = [blocks_per_rank(layout) if layout.cut != "equal" else (0.0,) * layout.pp for layout in layouts]
     head_ranks = [layout.head_rank for layout in layouts]
     forward_share = 1 / (3 + recomputes)
 

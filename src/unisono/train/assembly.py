@@ -316,6 +316,7 @@ def build_state(
         built.dims.world.rank,
         state=given.optim.state_names,
         shards=table.tensor_parallel,
+        shard_dims=table.shard_dims,
         stacks=expert_parameters(built.model),
         layout=model.parallel.partition,
     )

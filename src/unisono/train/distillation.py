@@ -164,6 +164,9 @@ def shard_teacher(
         recompute={"mode": "none", "offload": False, "modules": (), "blocks_per_stage": (), "saved_ops": ()},
         backend={"compile": "off"},
         precision={"dtype_rules": ()},
+        tensor_parallel={
+            "placements": plan.tensor_parallel.dtensor_placements
+        },  # the others are of the student's parameters
     )
     own_dims = copy.copy(dims)
     own_dims.plan = plan

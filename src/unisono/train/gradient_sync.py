@@ -169,7 +169,7 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
         )
         return CommStats(events, sync.peer_traffic, traffic=traffic, sums=counted, measured=known)
     of_dtensor: dict[str, Any] = {}
-    if plan.tensor_parallel.placements:
+    if plan.tensor_parallel.dtensor_placements:
         sampled = Traffic(world)
         of_dtensor = {"sample": DTensorCollectives(sampled, dims.group("tp")), "sampled": sampled}
     if not isinstance(sync, BucketedAllReduce) or sync.num_workers == 1:

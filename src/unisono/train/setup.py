@@ -331,7 +331,7 @@ def complete_plan_for_model(
     problems: list[Problem] = []
     layout = None
     inputs = input_selector(model)
-    if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
+    if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.dtensor_placements):
         plan = dims.plan = infer_tp_rules(plan, model, lambda: inputs(batch()), events)
         agree(dims.world, "inferred rules", plan.decisions())
     context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
@@ -345,7 +345,7 @@ def complete_plan_for_model(
     if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
-    if plan.tensor_parallel.placements:
+    if plan.tensor_parallel.dtensor_placements:
         with _collect_problems(problems):
             check_placed_reads(model, plan, inputs(batch()))
     problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone

@@ -5,8 +5,8 @@
 sets for parameters, by name or pattern, the dim along which they are sharded over the ranks of ``tp``. All other parameters and
 buffers are replicated. In the forward pass of the model they are DTensors: DTensor propagates placements through operations and
 inserts the collectives (as GSPMD, Xu et al. 2021). Outside of it, and for all else that shards or reduces parameters, a rank has
-plain tensors: its part of each. ``shard_function`` sets the placements of a function's inputs and outputs. Only ``tp`` may be
-named: along ``dp_shard`` FSDP2 shards all parameters by rows, and ranks of the other axes compute different samples or layers.
+plain tensors: its part of each. ``shard_function`` sets the placements of a function's inputs and outputs. Placements of a
+strategy file may name ``dp_shard`` and ``ep`` too (``pinned_dims``): these split what a rank keeps, not what it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardTable
 from unisono.plan import rules
 from unisono.plan.plan import Plan
-from unisono.plan.rules import match_modules
+from unisono.plan.rules import axes_problem, match_modules
 from unisono.plan.trace import trace
 
 AXIS = "tp"
@@ -48,7 +48,8 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: Paralle
 
     Args:
         model: A model, or a part of one.
-        placements: By pattern of names (``fnmatch``): for each dim "tp" or None.
+        placements: By pattern of names (``fnmatch``): for each dim "tp" or None. The axes "dp_shard" and "ep" are those of a
+            strategy file (``tensor_parallel.placements``), whose run shards states and experts.
         dims: The mesh of the ranks.
 
     Returns:
@@ -58,6 +59,9 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: Paralle
         PlanError: A pattern or placement does not fit; nothing was changed. In a forward pass: DTensor has no rule for an
             operation.
     """
+    problems = [axes_problem(repr(pattern), of_pattern, (AXIS,)) for pattern, of_pattern in placements.items()]
+    if wrong := [problem for problem in problems if problem is not None]:
+        raise PlanError(*wrong)
     return _shard(model, placements, dims, lambda *part: None)
 
 
@@ -65,8 +69,8 @@ def _shard(
     model: nn.Module, placements: Mapping[str, Dims], dims: ParallelDims, record: Callable[[str, int, int, int], None]
 ) -> dict[str, Dims]:
     """``shard_module``; ``record`` is called with name, dim, first element and number of elements of each part."""
-    names = _names(model)
-    chosen, problems = _match(names, placements)
+    names = names_of(model)
+    chosen, problems = match_parameters(names, placements)
     if dims.plan.mesh.tp == 1:
         problems.append(
             Problem(
@@ -132,7 +136,7 @@ def _part(parameter: nn.Parameter, dim: int, begin: int, length: int) -> nn.Para
 
 
 def check_placements(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> None:
-    """Raises PlanError with all problems of the placements of ``plan`` in ``model``, whose repeated blocks are ``blocks``."""
+    """Raises PlanError with all problems of the placements over ``tp`` in ``model``, whose repeated blocks are ``blocks``."""
     placed, _ = resolve_placements(model, plan)
     paths = {module: path for path, module in model.named_modules()}
     in_blocks = [paths[block] for block in blocks]
@@ -158,7 +162,7 @@ def check_placements(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) 
                     nearest="placements in other modules, or ep=1",
                 )
             )
-    _raise(problems)
+    raise_problems(problems)
 
 
 def check_placed_reads(model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]) -> None:
@@ -174,11 +178,13 @@ def check_placed_reads(model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor
             consequence="a part of a parameter could be taken for the whole",
             nearest="tensor_parallel.rules in place of placements, or plan.dp_shard",
         ) from error
-    names, called = _names(model), {call.module for call in traced.calls}
+    names, called = names_of(model), {call.module for call in traced.calls}
     problems: list[Problem] = []
     for path, placements in resolve_placements(model, plan)[0].items():
         module = model.get_submodule(path)
-        chosen = {alias for parameter in _match(_names(module), placements)[0] for alias in names[parameter]}
+        chosen = {
+            alias for parameter in match_parameters(names_of(module), placements)[0] for alias in names[parameter]
+        }
         readers = [op for op in traced.ops if not chosen.isdisjoint(op.parameters) and not _is_in(op.module, path)]
         if readers or (path and path not in called):
             where = f"reads it in {readers[0].module or 'its own forward pass'}" if readers else "never calls it"
@@ -203,13 +209,13 @@ def check_placed_reads(model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor
                     nearest="placements in modules without attention, or cp=1",
                 )
             )
-    _raise(problems)
+    raise_problems(problems)
 
 
 def resolve_placements(
     model: nn.Module, plan: Plan
 ) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
-    """The placements of parameters (dims by pattern), and those of inputs and outputs, by module.
+    """The placements over ``tp`` of parameters (dims by pattern), and those of inputs and outputs, by module.
 
     Raises PlanError with all problems of the placements of ``plan``.
     """
@@ -217,7 +223,7 @@ def resolve_placements(
     placed: dict[str, dict[str, Dims]] = {}
     redistributed: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for placement in plan.tensor_parallel.placements:
+    for placement in plan.tensor_parallel.dtensor_placements:
         paths = match_modules(placement.module, modules)
         if not paths:
             problems.append(
@@ -244,12 +250,14 @@ def resolve_placements(
                     )
                 )
     problems += [*_overlapping(model, placed), *_outside(redistributed, placed)]
-    problems += [problem for path, own in placed.items() for problem in _match(_names(modules[path]), own)[1]]
-    _raise(problems)
+    problems += [
+        problem for path, own in placed.items() for problem in match_parameters(names_of(modules[path]), own)[1]
+    ]
+    raise_problems(problems)
     return placed, redistributed
 
 
-def _raise(problems: Sequence[Problem]) -> None:
+def raise_problems(problems: Sequence[Problem]) -> None:
     """Raise PlanError with ``problems``, if any; of those of repeated blocks with that of the first."""
     if problems:
         alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
@@ -285,7 +293,7 @@ def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) 
 
 def _overlapping(model: nn.Module, placed: Collection[str]) -> Iterator[Problem]:
     """Problems of modules with placements inside each other, or that share a parameter with other modules."""
-    holders = _names(model)
+    holders = names_of(model)
     for path in placed:
         inside = [other for other in placed if other != path and _within(other, path)]
         shared = [names for names in holders.values() if any(_within(name, path) for name in names)]
@@ -310,7 +318,7 @@ def _outside(redistributed: Collection[str], placed: Collection[str]) -> Iterato
             )
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -335,7 +343,7 @@ def shard_function(
     has another number of dims.
     """
     for number, dims in enumerate([*inputs, outputs]):
-        problem = None if dims is None else _wrong_axes(f"value {number} of {_name(function)}", dims)
+        problem = None if dims is None else axes_problem(f"value {number} of {_name(function)}", dims, (AXIS,))
         if problem is not None:
             raise PlanError(problem)
 
@@ -375,7 +383,7 @@ def _torch_placements(dims: Dims) -> list[Placement]:
     return [Shard(dims.index(AXIS)) if AXIS in dims else Replicate()]
 
 
-def _match(
+def match_parameters(
     names: Mapping[nn.Parameter, list[str]], placements: Mapping[str, Dims]
 ) -> tuple[dict[nn.Parameter, Dims], list[Problem]]:
     chosen: dict[nn.Parameter, Dims] = {}
@@ -391,7 +399,7 @@ def _match(
                     nearest=nearest_name(pattern, [name for aliases in names.values() for name in aliases]),
                 )
             )
-        problem = _wrong_axes(repr(pattern), dims)
+        problem = axes_problem(repr(pattern), dims)
         if problem is not None:
             problems.append(problem)
             continue
@@ -408,17 +416,6 @@ def _match(
                     )
                 )
     return chosen, problems
-
-
-def _wrong_axes(what: str, dims: Dims) -> Problem | None:
-    if all(dim in (AXIS, None) for dim in dims) and dims.count(AXIS) <= 1:
-        return None
-    return Problem(
-        given=f"the placement {dims} of {what}",
-        rule=f"a placement has {AXIS!r} for one dim at most and None for the others",
-        consequence="there are no other ranks that compute the same samples and could share it",
-        nearest=f"plan.{AXIS} for what is pinned, plan.dp_shard for the state of all parameters",
-    )
 
 
 def _wrong_length(what: str, dims: Dims, wanted: int) -> Problem:
