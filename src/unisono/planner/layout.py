@@ -18,6 +18,9 @@ Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced"]
 AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
+Kept = Literal["gathered inputs", "norms in 32 bits", "repeated keys", "attention twice"]
+KEPT: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "attention twice")
+Loss = Literal["plain", "in place", "fused"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
@@ -50,6 +53,7 @@ class Layout:
         schedule: Order of a pipeline's passes (``plan.pipeline_schedule``); None: 1f1b, or interleaved with several stages.
         cut: How blocks are distributed over the pipeline: ``balanced`` in whole blocks, with fewer beside the output matrix
             (``stage_blocks``); ``equal`` takes equal parts of all work, where the cut of a job is not known.
+        blocks: Blocks of each pipeline rank of a ``balanced`` cut that is another than ``stage_blocks`` makes; else empty.
         cp: Ranks that share a sequence.
         ep: Ranks that share the experts; of all ranks of a pipeline stage.
         zero: What ``dp_shard`` x ``cp`` ranks share (ZeRO, arXiv 1910.02054): 0 nothing; 1 optimizer states, as Megatron-LM's
@@ -63,7 +67,13 @@ class Layout:
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         offload: Whether what blocks keep for the backward pass waits in the memory of the host (``plan.offload``).
         compiled: Whether the model is compiled, which needs less memory.
-        fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
+        loss: ``plain`` is PyTorch's cross entropy of logits in 32 bits; ``in place`` writes the gradient over their softmax;
+            ``fused`` keeps none in 32 bits: one kernel reads those in 16 bits, all or a chunk at a time.
+        keeps: What blocks keep for the backward pass beyond what 16 bits and fused operations ask for: ``gathered inputs`` of
+            column-wise products, with tensor parallelism (they are not gathered again); ``norms in 32 bits``, of operators of
+            PyTorch: their input in 32 bits, and it normalized in 16; ``repeated keys``: keys and values of each query head;
+            ``attention twice``: its output in the order of its heads and in that of its projection's tokens, which differ
+            where sequences are the second dimension.
         attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
             devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
         fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
@@ -81,6 +91,7 @@ class Layout:
     stages_per_rank: int = 0
     schedule: Schedule | None = None
     cut: Cut = "equal"
+    blocks: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
     zero: int = 1
@@ -92,7 +103,8 @@ class Layout:
     recomputed_blocks: tuple[int, ...] = ()
     offload: bool = False
     compiled: bool = False
-    fused_loss: bool = False
+    loss: Loss = "plain"
+    keeps: tuple[Kept, ...] = ()
     attention_kernel: AttentionKernel = "new"
     fused: bool = True
     states_in_16_bits: bool = False
@@ -108,6 +120,12 @@ class Layout:
             stages = f"pp {self.pp} with {max(1, self.stages_per_rank)} stages per rank"
             raise LayoutError(stages, f"each stage has a layer, and the model has {model.layers}", "fewer stages")
         self._check_schedule()
+        if self.blocks and (self.cut, len(self.blocks), sum(self.blocks)) != ("balanced", self.pp, model.layers):
+            raise LayoutError(
+                f"blocks {', '.join(map(str, self.blocks))} with pp {self.pp}, cut {self.cut}",
+                f"each rank of a balanced cut has a number of blocks, {model.layers} in all",
+                "no numbers, for a balanced cut",
+            )
         if model.experts % self.ep if model.experts else self.ep > 1:
             raise LayoutError(
                 f"ep {self.ep}", f"it divides the model's {model.experts} experts", "a divisor of them, or 1"

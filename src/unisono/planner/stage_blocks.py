@@ -13,10 +13,13 @@ from unisono.planner.model_shape import ModelShape
 
 
 def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
-    """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks."""
+    """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks. Those that a
+    layout gives go before."""
     model, stages = layout.model, max(1, layout.stages_per_rank)
     if layout.pp == 1:
         return (float(model.layers),)
+    if layout.blocks:
+        return tuple(map(float, layout.blocks))
     if layout.cut == "equal" or layout.pp * stages > model.layers:
         return (model.layers / layout.pp,) * layout.pp
     cut = _balanced(model.layers, layout.pp, stages, _head_blocks(model, layout.seq_len))
