@@ -1,7 +1,8 @@
 """Predicted peak memory beside published figures, by source and device.
 
-Compared are rows of trainings of all parameters with AdamW whose states are in the device's memory. ``allocator`` constants of
-``unisono.planner.peak_memory`` are the medians over rows of torchtitan on H100; nothing else is fitted.
+Compared are rows of trainings of all parameters with AdamW whose states are in the device's memory. ``ALLOCATOR_FACTOR`` of
+``unisono.planner.peak_memory`` is the median over rows of torchtitan on H100; nothing else is fitted. What programs keep is from
+their code (``kept_by_programs``).
 """
 
 from __future__ import annotations
