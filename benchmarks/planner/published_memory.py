@@ -25,8 +25,7 @@ from unisono.planner.peak_memory import peak_memory
 
 _GIB = 2**30
 _TENSORS = re.compile(r"allocated|\bactive\b", re.IGNORECASE)
-# of AdamW's states where a rank has no copy of weights in 16 bits, by ``states_in_16_bits``
-_GRADIENT_FRAC = {False: 4 / 16, True: 2 / 8}
+_GRADIENT_FRAC = 1 / 4  # of AdamW's states that are all in the same number of bits
 # what the columns of a layout do not say, each in the notes
 _OTHER_METHOD = re.compile(
     r"lora|8-bit|offload|optimizer-in-b|in-bwd|unpacked|SUSPECT",
@@ -78,8 +77,8 @@ def bytes_of_tensors(layout: Layout) -> float:
     """
     memory = peak_memory([layout])
     states = float(memory.states[0])
-    comes_late = layout.num_micro_batches == 1 and (layout.zero == 3 or layout.dp == 1)
-    late = states * _GRADIENT_FRAC[layout.states_in_16_bits] if comes_late else 0.0
+    has_no_buffer = layout.zero == 3 or (layout.dp == 1 and layout.states_in_16_bits)
+    late = states * _GRADIENT_FRAC * (layout.num_micro_batches == 1 and has_no_buffer)
     return max(float(memory.counted[0]) - late, states + float((memory.gathered + memory.recomputed)[0]))
 
 
