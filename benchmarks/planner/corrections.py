@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -183,10 +183,10 @@ CORRECTIONS: Final = (
 )
 
 
-def corrected(row: Row) -> dict[str, str]:
+def corrected(row: Row, corrections: Sequence[Correction] = CORRECTIONS) -> dict[str, str]:
     """A row as the text that it is from has it."""
     found = dict(row)
-    for correction in CORRECTIONS:
+    for correction in corrections:
         if correction.source not in row["source"] or (correction.where is not None and not correction.where(row)):
             continue
         changes = correction.columns(row) if callable(correction.columns) else correction.columns

@@ -33,7 +33,7 @@ from benchmarks.contestants import ROOT, interpreter
 from benchmarks.parallel.ranks import run_ranks
 from benchmarks.planner.executed_memory import LAYOUTS, settings_of, trace
 from benchmarks.planner.fitting import ROWS
-from benchmarks.planner.published_memory import is_comparable, published_layout
+from benchmarks.planner.published_memory import bytes_of_tensors, is_comparable, published_layout
 from benchmarks.workload import run_config
 
 from unisono.planner.devices import DEVICES
@@ -162,7 +162,7 @@ def published() -> Iterator[Run]:
                 name=f"row {number}: {row['model']} on {layout.num_devices} {layout.device.name}",
                 layout=layout,
                 measured={"peak": float(row["peak_mem_gib"]) * _GIB},
-                ours={SIMULATE: simulated(layout, "counted")}
+                ours={SIMULATE: simulated(layout, "counted") | {"peak": bytes_of_tensors(layout)}}
                 if is_active
                 else {SIMULATE: simulated(layout, "total"), COUNTED: simulated(layout, "counted")},
                 asked=options

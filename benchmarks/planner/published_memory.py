@@ -1,7 +1,8 @@
 """Predicted peak memory beside published figures, by source and device.
 
-Compared are rows of trainings of all parameters with AdamW whose states are in the device's memory. ``allocator`` constants of
-``unisono.planner.peak_memory`` are the medians over rows of torchtitan on H100; nothing else is fitted.
+Compared are rows of trainings of all parameters with AdamW whose states are in the device's memory. ``ALLOCATOR_FACTOR`` of
+``unisono.planner.peak_memory`` is the median over rows of torchtitan on H100; nothing else is fitted. What programs keep is from
+their code (``kept_by_programs``).
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.planner.corrections import corrected
 from benchmarks.planner.fitting import ROWS
+from benchmarks.planner.kept_by_programs import KEPT_BY_PROGRAMS
 
 from unisono.planner.layout import Layout, LayoutError
 from unisono.planner.layout_columns import read_layout
 from unisono.planner.peak_memory import peak_memory
 
 _GIB = 2**30
+_TENSORS = re.compile(r"allocated|\bactive\b", re.IGNORECASE)
+_GRADIENT_FRAC = 1 / 4  # of AdamW's states that are all in the same number of bits
 # what the columns of a layout do not say, each in the notes
 _OTHER_METHOD = re.compile(
-    r"lora|8-bit|offload|optimizer-in-b|in-bwd|unpacked|chunked|activation checkpointing|ac mode = config default|SUSPECT",
+    r"lora|8-bit|offload|optimizer-in-b|in-bwd|unpacked|SUSPECT",
     re.IGNORECASE,
 )
 
 
 def published_layout(row: Mapping[str, str]) -> Layout:
-    """The layout of a row. torchtune's recipes for one device keep all states in 16 bits, which its columns do not say."""
-    is_torchtune = row["source"].startswith("pytorch/torchtune") and row["gpus"] == "1"
-    return read_layout({**row, "precision": "bf16-true"} if is_torchtune else row)
+    """The layout of a row, with what its program keeps."""
+    return read_layout(corrected(row, KEPT_BY_PROGRAMS))
 
 
 def is_comparable(row: Mapping[str, str]) -> bool:
@@ -42,7 +46,7 @@ def is_comparable(row: Mapping[str, str]) -> bool:
 def memory_ratios(rows: Path = ROWS) -> tuple[dict[str, list[float]], int]:
     """Of a file of rows, predicted over published for each source and device, and the number of peaks that are not compared.
 
-    A row whose notes say "allocated" has the peak of tensors, which is compared without what the allocator keeps.
+    A row whose notes say "allocated" or "active" has the peak of tensors (``bytes_of_tensors``).
     """
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     others = 0
@@ -58,11 +62,24 @@ def memory_ratios(rows: Path = ROWS) -> tuple[dict[str, list[float]], int]:
             if not is_comparable(row):
                 others += 1
                 continue
-            memory = peak_memory([layout])
-            predicted = float((memory.counted if "allocated" in row["notes"] else memory.total)[0]) / _GIB
+            is_of_tensors = _TENSORS.search(row["notes"])
+            predicted = (bytes_of_tensors(layout) if is_of_tensors else float(peak_memory([layout]).total[0])) / _GIB
             source = row["source"].split()[0].split("/")[-1]
             ratios[f"{source} on {layout.device.name}"].append(predicted / float(row["peak_mem_gib"]))
     return ratios, others
+
+
+def bytes_of_tensors(layout: Layout) -> float:
+    """Their peak on a device (``torch.cuda.max_memory_allocated``): without what the allocator keeps.
+
+    Where a step has one micro-batch, a gradient is there from its backward pass to the update alone, unless buffers hold those
+    of all parameters, as replicas have them. So the peak is when the backward pass begins, or when it ends.
+    """
+    memory = peak_memory([layout])
+    states = float(memory.states[0])
+    has_no_buffer = layout.zero == 3 or (layout.dp == 1 and layout.states_in_16_bits)
+    late = states * _GRADIENT_FRAC * (layout.num_micro_batches == 1 and has_no_buffer)
+    return max(float(memory.counted[0]) - late, states + float((memory.gathered + memory.recomputed)[0]))
 
 
 def memory_errors() -> dict[str, Any]:

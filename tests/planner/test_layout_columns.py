@@ -82,6 +82,13 @@ def test_precision_and_recompute_are_words_of_many_programs() -> None:
     assert blocks == [(3, 3, 3, 3), (4, 3, 2, 1)]
 
 
+def test_a_row_says_whether_the_output_matrix_is_the_embedding() -> None:
+    models = [read_layout(ROW | {"tied": text}).model for text in ("", "false", "true")]
+    assert [model.tied for model in models] == [False, False, True]
+    own = {"model": "ours", "layers": "2", "hidden": "64", "heads": "4", "ffn": "128"}
+    assert [read_layout(ROW | own | {"tied": text}).model.tied for text in ("", "true")] == [False, True]
+
+
 @pytest.mark.parametrize("notes", ["VP=4; dp derived", "interleaved, VPP 4", "virtual stages: 4"])
 def test_virtual_stages_are_in_the_notes(notes: str) -> None:
     assert read_layout(ROW | {"pp": "2", "notes": notes}).stages_per_rank == 4
@@ -138,7 +145,12 @@ def test_virtual_stages_are_in_the_notes(notes: str) -> None:
         ({"offload": "yes"}, "offload 'yes': it is true, false or empty"),
         ({"offload": "true", "gpu_type": "TPU v4"}, "offload on tpu-v4: no bandwidth between this device and its host"),
         ({"zero": "4"}, "zero '4': the ZeRO stage is 0, 1, 2 or 3, or empty"),
-        ({"cut": "even"}, "cut 'even': it is balanced, equal or empty"),
+        ({"cut": "even"}, "cut 'even': it is balanced, equal or empty, or given with layers_per_stage"),
+        ({"tied": "yes"}, "tied 'yes': it is true, false or empty"),
+        (
+            {"keeps": "repeated keys, everything"},
+            "keeps 'everything': it has some of gathered inputs, norms in 32 bits, ",
+        ),
         ({"ep": "2"}, "ep 2: it divides the model's 0 experts"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
 from unisono.planner.layout_columns import read_layout
 from unisono.planner.model_presets import PRESETS
-from unisono.planner.peak_memory import COMPILED_FACTOR, EAGER_FACTOR, MemoryParts, peak_memory, stage_memory
+from unisono.planner.peak_memory import ALLOCATOR_FACTOR, MemoryParts, peak_memory, stage_memory
 from unisono.planner.stage_blocks import blocks_per_rank, blocks_per_stage
 
 GIB = 2**30
@@ -48,16 +49,87 @@ def test_parts_by_hand() -> None:
     of_block = (params - 2 * vocab * hidden) / 32
     assert found["gathered"] == pytest.approx(2 * (3 * of_block + 2 * vocab * hidden))
     counted = sum(found.values()) - found["allocator"]
-    assert found["allocator"] == pytest.approx(counted * (EAGER_FACTOR - 1))
-    assert total(replace(ALONE, compiled=True)) == pytest.approx(counted * COMPILED_FACTOR)
+    assert found["allocator"] == pytest.approx(counted * (ALLOCATOR_FACTOR - 1))
 
 
 def test_a_fused_loss_keeps_logits_in_16_bits_and_their_gradient() -> None:
-    full, fused = parts(ALONE)["logits"], parts(replace(ALONE, fused_loss=True))["logits"]
-    assert fused == full * 4 / 12
-    row = {"model": "mpt-7b", "gpu_type": "H100", "gpus": "8", "notes": "FULL_SHARD; fused loss"}
-    assert read_layout(row).fused_loss
-    assert not read_layout({**row, "notes": "compile"}).fused_loss
+    """And one in place keeps them and their softmax in 32 bits, which the gradient replaces."""
+    found = [parts(replace(ALONE, loss=loss))["logits"] for loss in ("plain", "in place", "fused")]
+    assert found == [each * 128256 * 2 * 8192 for each in (12, 8, 4)]
+    row = {"model": "mpt-7b", "gpu_type": "H100", "gpus": "8"}
+    notes = ("compile", "loss in place", "FULL_SHARD; fused loss")
+    assert [read_layout({**row, "notes": each}).loss for each in notes] == ["plain", "in place", "fused"]
+
+
+def test_the_input_of_the_output_matrix_is_gathered() -> None:
+    split = replace(ALONE, tp=4, dp_shard=2)
+    assert parts(split)["logits"] == (12 * 128256 / 4 + 2 * 4096 * 3 / 4) * 2 * 8192
+
+
+def kept(**changes: Any) -> float:
+    """Bytes of a token that a block keeps."""
+    return parts(replace(ALONE, **changes))["activations"] / (32 * 2 * 8192)
+
+
+def test_a_compiled_block_keeps_less() -> None:
+    """It computes SiLU of the gate again; with selective recompute it keeps no output of the last product, which the backward
+    pass does not need. Without a gate the activation is the input of a product."""
+    hidden, key_value, units = 4096, 1024, 14336
+    plain = 2 * (6 * hidden + 2 * key_value) + 4 * 32 + 8 * units
+    assert (kept(), kept(compiled=True)) == (plain, plain - 2 * units)
+    selective = 2 * (2 * hidden + 2 * hidden + key_value + units) + 4 * 32
+    assert kept(recompute="selective") == selective
+    assert kept(recompute="selective", compiled=True) == selective - 2 * hidden
+    model = replace(ALONE.model, gated=False)
+    assert kept(model=model, compiled=True) == kept(model=model)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "more"),
+    [
+        ("norms in 32 bits", 2 * 4 * 4096),
+        ("repeated keys", 2 * 2 * (4096 - 1024)),
+        ("attention twice", 2 * 4096),
+        ("gathered inputs", 0),
+        ("repeated keys, attention twice", 2 * 2 * (4096 - 1024) + 2 * 4096),
+    ],
+)
+def test_what_a_program_keeps_besides_is_said(keeps: str, more: int) -> None:
+    row = {"model": "llama-3-8b", "gpu_type": "B200", "gpus": "8", "fsdp": "8", "micro_batch": "2", "keeps": keeps}
+    said = read_layout(row).keeps
+    assert said == tuple(keeps.split(", "))
+    assert kept(keeps=said) - kept() == more
+    # a block that is recomputed has it while its backward pass runs, and keeps its input alone
+    full, other = (parts(replace(ALONE, recompute="full", keeps=each)) for each in (said, ()))
+    assert full["activations"] == other["activations"]
+    assert full["recomputed"] - other["recomputed"] == more * 2 * 8192
+
+
+def test_what_is_kept_depends_on_the_layout() -> None:
+    """Inputs are gathered by tensor parallelism alone, and were there while a block was used; one sequence has one order; a
+    compiler fuses norms."""
+    split = replace(ALONE, tp=4, dp_shard=2)
+    without, gathered = (parts(replace(split, keeps=keeps)) for keeps in ((), ("gathered inputs",)))
+    more = 2 * 2 * 4096 * 3 / 4 * 2 * 8192
+    assert gathered["activations"] - without["activations"] == 32 * more
+    assert without["recomputed"] - gathered["recomputed"] == more
+    single = replace(ALONE, micro_batch=1)
+    assert parts(replace(single, keeps=("attention twice",))) == parts(single)
+    compiled = replace(ALONE, compiled=True)
+    assert parts(replace(compiled, keeps=("norms in 32 bits",))) == parts(compiled)
+
+
+def test_a_rank_may_have_the_output_matrix_and_no_block() -> None:
+    row = {"model": "llama-3-8b", "gpu_type": "H100", "gpus": "4", "pp": "4", "notes": "VP=1", "micro_batch": "1"}
+    layout = read_layout(row | {"layers_per_stage": "12, 11,9,0"})
+    assert (layout.cut, layout.layers_per_stage, blocks_per_rank(layout)) == ("given", (12, 11, 9, 0), (12, 11, 9, 0))
+    found = stage_memory(layout)
+    assert [stage.blocks for stage in found.values()] == [12, 11, 0]
+    again = stage_memory(replace(layout, recompute="full"))["last"]
+    assert (found["last"].activations, again.activations, again.recomputed) == (0, 0, 0)
+    assert found["last"].states == 18 * 128256 * 4096
+    sharded = read_layout(row | {"gpus": "8", "fsdp": "2", "layers_per_stage": "12,11,9,0"})
+    assert 0 < stage_memory(sharded)["last"].gathered < float("inf")
 
 
 def test_a_published_run() -> None:

@@ -35,8 +35,8 @@ def simulate(settings: tuple[str, ...], rows: str | None, as_json: bool) -> None
 
     Columns: model (a preset, a folder of Hugging Face or its config.json, or a run's configuration), gpu_type, gpus (needed; of a
     cluster in a TOML file gpu_type=FILE.toml alone); seq_len, tp, pp, cp, ep, fsdp, zero, micro_batch, global_batch, precision,
-    recompute, cut, layers_per_stage, notes (VP=2: two stages per rank); layers, hidden, heads, kv_heads, ffn, vocab of a model
-    without a preset.
+    recompute, cut, layers_per_stage, keeps, notes (VP=2: two stages per rank); layers, hidden, heads, kv_heads, ffn, vocab and
+    tied of a model without a preset.
     """
     if (rows is None) == (not settings):
         raise _refused(

@@ -19,7 +19,11 @@ _LAYOUT = (
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """The layout with what was assumed, as JSON types."""
     values = {name: getattr(layout, name) for name in _LAYOUT} | {"dp_shard": layout.state_ranks // layout.cp or 1}
-    values |= {"layers_per_stage": list(layout.layers_per_stage), "recomputed_blocks": list(layout.recomputed_blocks)}
+    values |= {
+        "layers_per_stage": list(layout.layers_per_stage),
+        "recomputed_blocks": list(layout.recomputed_blocks),
+        "keeps": list(layout.keeps),
+    }
     return {"device": layout.device.name, "params": layout.model.params, **values}
 
 
@@ -30,6 +34,8 @@ def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
 
     step_s, factor = prediction.step_s, 1 + prediction.spread
     said = {name: value for name, value in layout_facts(layout).items() if value not in ([], None)}
+    if "blocks" in said:  # as the column has it
+        said["cut"] = said.pop("blocks")
     yield " ".join(f"{name}={_text(value)}" for name, value in said.items() if value is not False)
     if layout.pp > 1 and not layout.stages_per_rank:
         yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"

@@ -18,6 +18,9 @@ Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced", "given"]
 AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
+Kept = Literal["gathered inputs", "norms in 32 bits", "repeated keys", "attention twice"]
+KEPT: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "attention twice")
+Loss = Literal["plain", "in place", "fused"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
@@ -65,7 +68,13 @@ class Layout:
         recomputed_blocks: The number of these blocks for each stage in order, as in ``blocks_per_stage``; empty if not partial.
         offload: Whether what blocks keep for the backward pass waits in the memory of the host (``plan.offload``).
         compiled: Whether the model is compiled, which needs less memory.
-        fused_loss: Whether the loss keeps no logits in 32 bits: one kernel reads those in 16 bits (fused cross entropy).
+        loss: ``plain`` is PyTorch's cross entropy of logits in 32 bits; ``in place`` writes the gradient over their softmax;
+            ``fused`` keeps none in 32 bits: one kernel reads those in 16 bits, all or a chunk at a time.
+        keeps: What blocks keep for the backward pass beyond what 16 bits and fused operations ask for: ``gathered inputs`` of
+            column-wise products, with tensor parallelism (they are not gathered again); ``norms in 32 bits``, of operators of
+            PyTorch: their input in 32 bits, and it normalized in 16; ``repeated keys``: keys and values of each query head;
+            ``attention twice``: its output in the order of its heads and in that of its projection's tokens, which differ
+            where sequences are the second dimension.
         attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
             devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
         fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.
@@ -95,7 +104,8 @@ class Layout:
     recomputed_blocks: tuple[int, ...] = ()
     offload: bool = False
     compiled: bool = False
-    fused_loss: bool = False
+    loss: Loss = "plain"
+    keeps: tuple[Kept, ...] = ()
     attention_kernel: AttentionKernel = "new"
     fused: bool = True
     states_in_16_bits: bool = False
@@ -175,7 +185,7 @@ class Layout:
                 f"{stages} numbers" if self.pp > 1 else "pp=2",
             )
         if self.layers_per_stage:
-            check_blocks(self.layers_per_stage, self.model.layers)
+            check_blocks(self.layers_per_stage, self.model.layers, last_may_be_empty=True)
 
     def _check_offload(self) -> None:
         if self.offload and (self.recompute != "none" or self.compiled):
@@ -223,11 +233,14 @@ class Layout:
         return self.global_batch / (self.dp * self.micro_batch)
 
 
-def check_blocks(layers_per_stage: Sequence[int], layers: int) -> None:
-    """Raises LayoutError if a stage has no block, or all of them together not the ``layers`` of the model."""
+def check_blocks(layers_per_stage: Sequence[int], layers: int, *, last_may_be_empty: bool = False) -> None:
+    """Raises LayoutError if a stage has no block, or all of them together not the ``layers`` of the model.
+
+    ``last_may_be_empty``: the last stage may have the output matrix alone, as in some programs.
+    """
     given, total = f"layers_per_stage {list(layers_per_stage)}", sum(layers_per_stage)
     nearest = _nearest_cut(layers_per_stage, layers)
-    if min(layers_per_stage) < 1:
+    if min(layers_per_stage[:-1] if last_may_be_empty else layers_per_stage) < 1:
         raise LayoutError(given, "each stage has a block", nearest)
     if total != layers:
         raise LayoutError(f"{given}, which are {total} blocks", f"the model has {layers} blocks", nearest)

@@ -14,7 +14,7 @@ from unisono.plan.options import Schedule
 from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.cluster_file import Cluster, is_cluster_file, named_device, read_cluster
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, AttentionKernel, Cut, Layout, LayoutError, Recompute
+from unisono.planner.layout import KEPT, ZERO_STAGES, AttentionKernel, Cut, Kept, Layout, LayoutError, Loss, Recompute
 from unisono.planner.model_files import is_model_file, read_model
 from unisono.planner.model_presets import PRESETS, find_preset
 from unisono.planner.model_shape import ModelShape
@@ -22,9 +22,9 @@ from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 
 _SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 COLUMNS: Final = (
-    *("model", "gpu_type", "gpus", *_SHAPE, "seq_len"),
+    *("model", "gpu_type", "gpus", *_SHAPE, "tied", "seq_len"),
     *("tp", "pp", "cp", "ep", "fsdp", "zero", "micro_batch", "global_batch", "precision", "recompute"),
-    *("recomputed_blocks", "offload", "cut", "layers_per_stage", "schedule", "notes"),
+    *("recomputed_blocks", "offload", "cut", "layers_per_stage", "schedule", "keeps", "notes"),
 )
 DEFAULT_TOKENS: Final = 8192  # of a micro-batch
 DEFAULT_SEQ_LEN: Final = 2048
@@ -45,10 +45,11 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
     are empty are 1. Without ``micro_batch`` it has some 8,192 tokens; without ``global_batch`` each replica has one micro-batch,
     in a pipeline 8 for each stage. Without ``zero``, ``fsdp`` x ``cp`` ranks share all states (ZeRO 3), and without ``fsdp`` all
     data ranks share those of the optimizer (ZeRO 1). Stages per rank are read from ``VP=`` in the notes, and whether the model is
-    compiled or eager, the loss fused, and attention FlashAttention-1, FlashAttention-2 or one with stored scores; a ``schedule``
-    has its usual number of stages. A precision such as ``bf16-true`` has all states in 16 bits. With ``recompute=partial``,
-    ``recomputed_blocks`` are the blocks of each stage that are recomputed in full, such as ``8,6,4,4``; a single number is that
-    of every stage. ``layers_per_stage`` are the blocks of each stage of a cut that is given.
+    compiled or eager, the loss fused or in place, and attention FlashAttention-1, FlashAttention-2 or one with stored scores; a
+    ``schedule`` has its usual number of stages. ``keeps`` are some of ``KEPT``, with commas. A precision such as ``bf16-true``
+    has all states in 16 bits. With ``recompute=partial``, ``recomputed_blocks`` are the blocks of each stage that are recomputed
+    in full, such as ``8,6,4,4``; a single number is that of every stage. ``layers_per_stage`` are the blocks of each stage of a
+    cut that is given.
 
     Raises:
         LayoutError: Something needed is missing or not known, or no run could have this layout.
@@ -89,18 +90,19 @@ def read_layout(row: Mapping[str, str], cluster: Cluster | None = None, *, trust
         seq_len=seq_len,
         recompute=_recompute(row.get("recompute", "")),
         recomputed_blocks=_recomputed_blocks(row, pp * max(1, stages_per_rank)),
-        offload=_offload(row.get("offload", "")),
+        offload=_is_true(row, "offload"),
         compiled="compile" in row.get("notes", "").lower(),
         attention_kernel=_attention_kernel(row.get("notes", "").lower()),
         fused=not re.search(r"\beager\b", row.get("notes", ""), re.IGNORECASE),
-        fused_loss="fused loss" in row.get("notes", "").lower(),
+        loss=_loss(row.get("notes", "").lower()),
+        keeps=_keeps(row.get("keeps", "")),
         states_in_16_bits="true" in row.get("precision", "").lower(),
     )
-    for blocks, recomputed in zip(blocks_per_rank(layout), recomputed_per_rank(layout), strict=True):
-        if recomputed > blocks:
+    for held, recomputed in zip(blocks_per_rank(layout), recomputed_per_rank(layout), strict=True):
+        if recomputed > held:
             raise LayoutError(
                 f"recomputed_blocks {row['recomputed_blocks']!r}",
-                f"they are among the blocks of a stage, and a rank has {blocks:g}",
+                f"they are among the blocks of a stage, and a rank has {held:g}",
                 "recompute=full, if all are",
             )
     return layout
@@ -126,21 +128,23 @@ def _model(row: Mapping[str, str], *, trust_python: bool) -> ModelShape:
     name = row.get("model", "")
     given = {column: value for column in _SHAPE if (value := _count(row, column))}
     if is_model_file(name):
-        return _model_of_file(name, given, seq_len=_count(row, "seq_len"), trust_python=trust_python)
+        tied = {"tied": row["tied"]} if row.get("tied") else {}
+        return _model_of_file(name, given | tied, seq_len=_count(row, "seq_len"), trust_python=trust_python)
     if "lora" in name.lower() or "nf4" in row.get("precision", ""):
         raise LayoutError(
             f"model {name!r}, of which only adapters are trained", "all parameters are trained", "the model alone"
         )
     preset = find_preset(name)
     if preset is None:
-        return _own_model(name, given, has_experts=_count(row, "ep") > 1 or "moe" in name.lower())
-    shape = replace(preset, **given)
-    if "hidden" in given or "heads" in given:
-        shape = replace(shape, head_dim=_head_dim(shape.hidden, shape.heads))
-    return shape
+        shape = _own_model(name, given, has_experts=_count(row, "ep") > 1 or "moe" in name.lower())
+    else:
+        shape = replace(preset, **given)
+        if "hidden" in given or "heads" in given:
+            shape = replace(shape, head_dim=_head_dim(shape.hidden, shape.heads))
+    return replace(shape, tied=_is_true(row, "tied")) if row.get("tied") else shape
 
 
-def _model_of_file(name: str, given: Mapping[str, int], *, seq_len: int, trust_python: bool) -> ModelShape:
+def _model_of_file(name: str, given: Mapping[str, int | str], *, seq_len: int, trust_python: bool) -> ModelShape:
     if given:
         columns = ", ".join(f"{column}={value}" for column, value in given.items())
         raise LayoutError(f"model {name!r} with {columns}", "a file describes the whole shape", "the file alone")
@@ -238,10 +242,26 @@ def _cut(text: str, layers_per_stage: tuple[int, ...]) -> Cut:
     return "equal"
 
 
-def _offload(text: str) -> bool:
+def _is_true(row: Mapping[str, str], column: str) -> bool:
+    text = row.get(column, "")
     if text not in ("", "false", "true"):
-        raise LayoutError(f"offload {text!r}", "it is true, false or empty", "offload=true")
+        raise LayoutError(f"{column} {text!r}", "it is true, false or empty", f"{column}=true")
     return text == "true"
+
+
+def _loss(notes: str) -> Loss:
+    if "fused loss" in notes:
+        return "fused"
+    return "in place" if "loss in place" in notes else "plain"
+
+
+def _keeps(text: str) -> tuple[Kept, ...]:
+    given = {each.strip() for each in text.split(",")} - {""}
+    if unknown := sorted(given - set(KEPT)):
+        raise LayoutError(
+            f"keeps {unknown[0]!r}", f"it has some of {', '.join(KEPT)}, or is empty", nearest_name(unknown[0], KEPT)
+        )
+    return tuple(each for each in KEPT if each in given)
 
 
 def _schedule(text: str) -> Schedule | None:

@@ -68,9 +68,11 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
         text="what a block keeps (arXiv 2205.05198) for each micro-batch in flight; none of it with offload",
     ),
     "recomputed": Source(kind="modelled", text="what one block keeps while its backward pass runs"),
-    "logits": Source(kind="modelled", text="12 bytes for each logit of a micro-batch, 4 with a fused loss"),
+    "logits": Source(
+        kind="modelled", text="12 bytes for each logit of a micro-batch, and the gathered input of the output matrix"
+    ),
     "allocator": Source(
         kind="fitted",
-        text="reserved over counted bytes, medians of published runs (benchmarks/planner/published_memory.py)",
+        text="reserved over counted bytes, the median of published runs (benchmarks/planner/published_memory.py)",
     ),
 }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.plan.options import Schedule
-from unisono.planner.layout import Layout, Numbers, Recompute, columns, model_columns
+from unisono.planner.layout import Kept, Layout, Loss, Numbers, Recompute, columns, model_columns
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.stage_blocks import blocks_per_rank, recomputed_per_rank
 from unisono.planner.step_time import fitted_constants
@@ -28,12 +28,12 @@ _HELD, _SHARED = (18, 6, 2, 0), (0, 12, 16, 16)
 _HELD_16, _SHARED_16 = (8, 4, 2, 0), (0, 4, 6, 8)  # all of it in 16 bits
 # blocks whose parameters (this one's, the next one's) and gradients (this one's) are there in 16 bits while they are used
 _GATHERED_BLOCKS: Final = (0, 0, 1, 3)
-_LOGIT: Final = 12  # bytes of a logit: in 16 and in 32 bits, the logarithms of its softmax, and its gradient
-_FUSED_LOGIT: Final = 4  # in 16 bits, and its gradient
+# bytes of a logit. Plain: the logarithms of its softmax and two gradients, in 32 bits. In place: itself and its softmax, which
+# its gradient takes the place of. Fused: itself and its gradient in 16 bits
+_LOGIT: Final[Mapping[Loss, int]] = {"plain": 12, "in place": 8, "fused": 4}
 _LOG_SUM: Final = 4  # bytes of the logarithm that attention keeps for each head and token
-# reserved over counted: medians of torchtitan's published runs on H100 (benchmarks/planner/published_memory.py)
-EAGER_FACTOR: Final = 1.12
-COMPILED_FACTOR: Final = 1.04
+# reserved over counted: the median of torchtitan's published runs on H100 (benchmarks/planner/published_memory.py)
+ALLOCATOR_FACTOR: Final = 1.1
 COUNTED: Final = ("states", "gathered", "activations", "recomputed", "logits")  # of ``MemoryParts`` and ``StageMemory``
 
 
@@ -46,7 +46,7 @@ class MemoryParts:
         gathered: Parameters and gradients of sharded blocks while they are used.
         activations: What the forward passes of all micro-batches in flight keep for the backward pass.
         recomputed: What one block keeps while its backward pass runs, beyond ``activations``.
-        logits: Of one micro-batch, with their loss.
+        logits: Of one micro-batch, with their loss, and the gathered input of the output matrix.
         allocator: What PyTorch's allocator reserves beyond these where there is room.
     """
 
@@ -110,7 +110,6 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
     parts = rank_parts(layouts, every, [place[which] for which in range(3) for place in places])
     parts = parts.reshape(len(COUNTED), 3, len(layouts)).swapaxes(0, 1)
     counted = np.take_along_axis(parts, parts.sum(1).argmax(0)[None, None, :], 0)[0]
-    factor = np.array([COMPILED_FACTOR if layout.compiled else EAGER_FACTOR for layout in layouts])
     room = np.array([layout.device.memory_bytes for layout in layouts]) - counted.sum(0)
     states, gathered, activations, recomputed, logits = counted
     return MemoryParts(
@@ -119,7 +118,7 @@ def peak_memory(layouts: Sequence[Layout]) -> MemoryParts:
         activations=activations,
         recomputed=recomputed,
         logits=logits,
-        allocator=np.clip(counted.sum(0) * (factor - 1), 0, np.maximum(0, room)),
+        allocator=np.clip(counted.sum(0) * (ALLOCATOR_FACTOR - 1), 0, np.maximum(0, room)),
     )
 
 
@@ -228,7 +227,7 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
     tokens, logit, head_rank, is_zbv, is_offloaded = columns(
         layouts,
         lambda it: it.micro_batch * it.seq_len / it.cp / it.tp,
-        lambda it: _FUSED_LOGIT if it.fused_loss else _LOGIT,
+        lambda it: _LOGIT[it.loss],
         lambda it: it.head_rank,
         lambda it: it.passes == "zbv",
         lambda it: it.offload,
@@ -253,34 +252,61 @@ def rank_parts(layouts: Sequence[Layout], which: NDArray[np.int_], places: Seque
     used = np.array(_GATHERED_BLOCKS, float)[stage]
     states = (held + shared / ranks) * (inner + outer) + (held + shared / np.maximum(1, ranks / ep)) * experts
     # what lies outside of the blocks stays gathered from forward to backward
-    gathered = _BYTES * (used * (inner + experts) / blocks + outer) * ((ranks > 1) & (zero > 1))
+    of_block = dense_params / layers / tp + expert_params / layers / (tp * ep)
+    gathered = _BYTES * (used * of_block + outer) * ((ranks > 1) & (zero > 1))
     return np.stack(
         [
             states,
             gathered,
             kept * tokens * (blocks - again) * in_flight + least * tokens * again * in_flight,
-            (block - np.where(again > 0, least, kept)) * tokens,
-            logit * vocab * tokens * is_last,
+            (block - np.where(again > 0, least, kept)) * tokens * (blocks > 0),
+            # the input of the output matrix is gathered
+            (logit * vocab + _BYTES * hidden * (tp - 1)) * tokens * is_last,
         ]
     )
 
 
 def _block_bytes(layout: Layout) -> tuple[float, float, float]:
     """``_bytes_of_block`` of a layout."""
+    fused = {"norms in 32 bits"} if layout.compiled else set[Kept]()
+    one_order = {"attention twice"} if layout.micro_batch <= 1 else set[Kept]()
+    keeps = tuple(each for each in layout.keeps if each not in fused | one_order)
     is_fsdp = layout.zero > 1 and layout.state_ranks > 1
-    return _bytes_of_block(layout.model, layout.tp, layout.recompute, is_fsdp)
+    return _bytes_of_block(layout.model, layout.tp, layout.recompute, keeps, is_fsdp=is_fsdp, compiled=layout.compiled)
 
 
 @lru_cache(maxsize=1024)
-def _bytes_of_block(model: ModelShape, tp: int, recompute: Recompute, is_fsdp: bool) -> tuple[float, float, float]:
+def _bytes_of_block(
+    model: ModelShape, tp: int, recompute: Recompute, keeps: tuple[Kept, ...], *, is_fsdp: bool, compiled: bool
+) -> tuple[float, float, float]:
     """Bytes of a token, means over the blocks: those that a block keeps for its backward pass, those that one which is recomputed
-    in full keeps, and those that a block has while that pass runs."""
+    in full keeps, and those that a block has while that pass runs. Over ``tp``, they are those of a rank.
+
+    Args:
+        model: Its shape.
+        tp: Tensor-parallel ranks.
+        recompute: What of the forward pass is computed again.
+        keeps: What blocks keep beyond what they need.
+        is_fsdp: Whether parameters or gradients are shared.
+        compiled: Whether the model is compiled.
+    """
     hidden, query, key_value = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    kept = block = model.block_activation_bytes
-    if tp > 1:  # inputs and outputs of both layers are gathered while they are used
-        block += 4 * _BYTES * hidden * (tp - 1)
+    kept = model.block_activation_bytes
+    if model.traced is None:
+        # SiLU of the gate is computed again where its product is fused with it
+        kept -= _BYTES * model.units_per_token * (compiled and model.gated)
+        # of a norm, four bytes of the input in place of two, and two of what its weight multiplies
+        kept += 2 * 2 * _BYTES * hidden * ("norms in 32 bits" in keeps)
+        kept += 2 * _BYTES * (query - key_value) * ("repeated keys" in keeps)
+        kept += _BYTES * query * ("attention twice" in keeps)
+    # inputs and outputs of both layers are gathered while they are used
+    block = kept + 4 * _BYTES * hidden * (tp - 1)
+    if "gathered inputs" in keeps:
+        kept += 2 * _BYTES * hidden * (tp - 1)
     least = _BYTES * hidden  # its input
     if recompute == "selective" and is_fsdp:
-        # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint)
-        kept = _BYTES * (2 * hidden + 2 * query + key_value + model.units_per_token) + _LOG_SUM * model.heads
+        # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint). A compiled block does
+        # not keep the output of the last product, which no backward pass needs
+        kept = _BYTES * ((1 if compiled else 2) * hidden + 2 * query + key_value + model.units_per_token)
+        kept += _LOG_SUM * model.heads
     return kept, least, block

@@ -13,7 +13,8 @@ from unisono.planner.model_shape import ModelShape
 
 
 def blocks_per_rank(layout: Layout) -> tuple[float, ...]:
-    """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks."""
+    """Blocks of each rank of the pipeline; fractions if the cut is equal, or if there are more stages than blocks. Those that a
+    layout gives go before."""
     model, stages = layout.model, max(1, layout.stages_per_rank)
     if layout.pp == 1:
         return (float(model.layers),)
