@@ -29,7 +29,8 @@ def nanotron_cut(row: Row) -> tuple[int, ...]:
 
 
 def _nanotron(row: Row) -> Mapping[str, str]:
-    cut = {"layers_per_stage": ",".join(map(str, nanotron_cut(row)))} if int(row["pp"]) > 1 else {}
+    blocks = ",".join(map(str, nanotron_cut(row)))
+    cut = {"cut": "given", "layers_per_stage": blocks} if int(row["pp"]) > 1 else {}
     return {"tied": "true", "keeps": "gathered inputs, attention twice", "notes": "loss in place", **cut}
 
 
