@@ -50,8 +50,8 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "tp_latency_s": (2e-5, 1e-7, 1e-3),
     "ep_factor": (1, 0.05, 8),
     "dp_factor": (0.3, 0.02, 3),
-    "fsdp_factor": (0.15, 0.01, 2),
-    "hop_s": (2e-6, 5e-7, 1.5e-5),
+    "fsdp_factor": (1, 0.01, 3),
+    "hop_s": (3.4e-6, 5e-7, 4.7e-6),
     "stages_per_rank": (2, 1, 4),
     "straggler_growth": (0.02, 1e-4, 0.3),
 }
