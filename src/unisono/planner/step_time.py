@@ -35,7 +35,7 @@ class Constants:
     Attributes:
         half_tokens: Tokens of a micro-batch at which matrix products reach half of their efficiency.
         half_width: Width of the smaller side of a matrix on one rank, at which they do.
-        half_expert_tokens: The same for the tokens of one expert.
+        half_expert_tokens: The same for the tokens of one expert in 16 bits; in fewer bits it is in proportion to the peak.
         half_expert_width: The same for the hidden units of an expert.
         attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
         older_attention: The part of this speed that kernels of an older architecture reach.
@@ -172,8 +172,11 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     """Step times of the layouts that ``work`` was counted for; ``efficiency`` is that of each layout."""
     at_tokens = work.tokens / (work.tokens + fitted.half_tokens)
     at_width = work.matmul_width / (work.matmul_width + fitted.half_width)
-    at_expert_tokens = work.expert_tokens / (work.expert_tokens + fitted.half_expert_tokens)
-    at_expert_width = work.expert_width / (work.expert_width + fitted.half_expert_width)
+    # small products wait for memory, so they must grow with the peak over its bandwidth to reach as much of that peak (the
+    # roofline, Williams et al. 2009); in fewer bits a device has a higher peak and the same memory
+    ridge = work.peak_flops / work.peak_flops_16
+    at_expert_tokens = work.expert_tokens / (work.expert_tokens + ridge * fitted.half_expert_tokens)
+    at_expert_width = work.expert_width / (work.expert_width + ridge * fitted.half_expert_width)
     matmul = work.peak_flops * efficiency
     # products in fewer bits reach less of their peak than those in 16 bits on the same device
     matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
