@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 
 from unisono.planner.layout import Layout, LayoutError, Numbers
 from unisono.planner.layout_columns import read_layout
-from unisono.planner.step_time import Constants, efficiencies, efficiency_keys, step_time
+from unisono.planner.step_time import Constants, efficiencies, efficiency_key, efficiency_keys, step_time
 from unisono.planner.step_work import StepWork, count_work
 
 ROWS = Path(__file__).with_name("published_runs.csv")
@@ -56,6 +56,7 @@ STARTS: dict[str, tuple[float, float, float]] = {
     "straggler_growth": (0.02, 1e-4, 0.3),
 }
 SMALL_SOURCE = 8
+_RELEASE = re.compile(r"(\d\d\.\d\d(?:\.\d\d)?) NeMo Container")
 FEW_ROWS = 3  # devices and architectures with fewer have no efficiency of their own
 _OTHER = "other"
 FIRST_EFFICIENCY, LEAST_EFFICIENCY = 0.7, 0.2
@@ -141,6 +142,24 @@ def _excluded(row: dict[str, str]) -> str:
     return ""
 
 
+def superseded(runs: Sequence[PublishedRun]) -> list[bool]:
+    """Whether a later release of the program reports the same model, kind and number of devices and precision.
+
+    One layout takes up to twice as long in an earlier release, which no column says, and a job runs on a current one.
+    """
+    releases = [_RELEASE.match(run.row["notes"]) for run in runs]
+    jobs = [
+        # a remark in brackets after the model's name is of the release too
+        (run.row["model"].partition("(")[0].strip(), efficiency_key(run.layout), run.layout.num_devices)
+        for run in runs
+    ]
+    last: dict[tuple[str, str, int], str] = {}
+    for job, release in zip(jobs, releases, strict=True):
+        if release:
+            last[job] = max(last.get(job, ""), release[1])
+    return [bool(release) and release[1] != last[job] for job, release in zip(jobs, releases, strict=True)]
+
+
 def measured_s(runs: Sequence[PublishedRun], work: StepWork) -> Numbers:
     """Measured step times: those of the tokens of ``work``."""
     speed = np.array([run.tokens_per_s for run in runs])
@@ -207,10 +226,12 @@ def left_out(runs: Sequence[PublishedRun], groups: Sequence[str]) -> Numbers:
     layouts = [run.layout for run in runs]
     measured = measured_s(runs, count_work(layouts))
     predicted = np.zeros(len(runs))
-    of = np.array(groups)
+    of, earlier = np.array(groups), superseded(runs)
     for group in sorted(set(groups)):
         inside = np.flatnonzero(of == group)
-        outside = [i for i, other in enumerate(groups) if other != group and not runs[i].excluded]
+        outside = [
+            i for i, other in enumerate(groups) if other != group and not runs[i].excluded and not earlier[i]
+        ]
         sources = [runs[i].row["source"] for i in outside]
         constants = fit([layouts[i] for i in outside], measured[outside], sources)
         chosen = [layouts[i] for i in inside]
@@ -234,7 +255,8 @@ def main() -> None:
     runs = [run for run in read_runs()[0] if not run.excluded]
     layouts = [run.layout for run in runs]
     measured = measured_s(runs, count_work(layouts))
-    fitted = fit(layouts, measured, [run.row["source"] for run in runs])
+    current = [i for i, earlier in enumerate(superseded(runs)) if not earlier]
+    fitted = fit([layouts[i] for i in current], measured[current], [runs[i].row["source"] for i in current])
     ratios = measured / left_out(runs, by_source(runs))
     experts = np.array([bool(layout.model.experts) for layout in layouts])
     values = {item.name: getattr(fitted, item.name) for item in fields(fitted)}
