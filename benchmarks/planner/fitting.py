@@ -229,9 +229,7 @@ def left_out(runs: Sequence[PublishedRun], groups: Sequence[str]) -> Numbers:
     of, earlier = np.array(groups), superseded(runs)
     for group in sorted(set(groups)):
         inside = np.flatnonzero(of == group)
-        outside = [
-            i for i, other in enumerate(groups) if other != group and not runs[i].excluded and not earlier[i]
-        ]
+        outside = [i for i, other in enumerate(groups) if other != group and not runs[i].excluded and not earlier[i]]
         sources = [runs[i].row["source"] for i in outside]
         constants = fit([layouts[i] for i in outside], measured[outside], sources)
         chosen = [layouts[i] for i in inside]

@@ -157,7 +157,7 @@ def test_collectives_beside_the_computation_slow_it_down_by_no_more_than_was_mea
 
 
 def test_gathers_of_the_forward_pass_do_not_hide_behind_the_backward_pass() -> None:
-    """ZeRO 2 reduces beside the backward pass alone, ZeRO 3 gathers beside each pass: 1 of its 3 passes beside a third of the time."""
+    """ZeRO 2 reduces beside the backward pass alone; ZeRO 3 gathers once beside the forward pass, a third of what it sends."""
     two, three = (layout(num_devices=64, zero=zero, dp_shard=64, global_batch=64) for zero in (2, 3))
     constants = replace(PLAIN, fsdp_factor=0)
     for job, ahead in ((two, 0), (three, 1 / 3)):
