@@ -6,8 +6,8 @@ Constants of step times are fitted twice: without one of five random parts of th
 reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for
 each device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are
 those of other sources, each with the same weight. Groups are the rows of one model, kind and number of devices with at least four
-layouts; they are ranked by predictions that have not seen their source. ``unseen`` scores the constants that ship on rows that are
-in no fit (``benchmarks.planner.unseen``).
+layouts; they are ranked by predictions that have not seen their source. ``unseen`` scores the constants that ship on rows that
+are in no fit (``benchmarks.planner.unseen``).
 """
 
 from __future__ import annotations
