@@ -12,7 +12,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.planner.corrections import CORRECTIONS, corrected
-from benchmarks.planner.fitting import ROWS, fit, read_runs, recomputed_over_model_flops
+from benchmarks.planner.fitting import (
+    ROWS,
+    PublishedRun,
+    fit,
+    left_out,
+    measured_s,
+    quantile_spread,
+    read_runs,
+    recomputed_over_model_flops,
+    superseded,
+)
 
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
@@ -103,3 +113,56 @@ def test_sources_of_many_rows_do_not_decide_alone() -> None:
     equal = fit(layouts, measured).efficiency["h100/16-bit"]
     by_source = fit(layouts, measured, ["many"] * 64 + ["few"] * 4).efficiency["h100/16-bit"]
     assert equal < by_source
+
+
+def released(run: PublishedRun, release: str, model: str = "", tokens_per_s: float = 1000) -> PublishedRun:
+    row = {**run.row, "notes": f"{release} NeMo Container; a row", "model": model or run.row["model"]}
+    return replace(run, row=row, tokens_per_s=tokens_per_s)
+
+
+def test_a_later_release_of_the_same_job_supersedes_a_row() -> None:
+    run = next(run for run in read_runs()[0] if run.layout.device.name == "h100")
+    more = {"num_devices": 2 * run.layout.num_devices, "global_batch": 2 * run.layout.global_batch}
+    others = replace(run, layout=replace(run.layout, **more))
+    rows = [
+        released(run, "25.09", "a model"),
+        released(run, "26.02", "a model (with a remark)"),
+        released(run, "26.02.01", "a model"),
+        released(run, "25.09", "another model"),
+        released(others, "25.09", "a model"),
+        run,
+    ]
+    assert superseded(rows) == [True, True, False, False, False, False]
+
+
+def test_constants_are_not_fitted_to_superseded_rows() -> None:
+    """But these are predicted as the others are."""
+    runs = [run for run in read_runs()[0] if run.layout.device.name == "a100-80" and not run.excluded]
+    unlike = replace(runs[0], row={**runs[0].row, "source": "a report"})
+    slow = [released(unlike, "25.09", tokens_per_s=unlike.tokens_per_s / 10) for _ in range(100)]
+    every = [*runs, *slow, released(unlike, "26.02", tokens_per_s=unlike.tokens_per_s)]
+    sources = [run.row["source"] for run in every]
+    predicted = left_out(every, sources)
+    measured = measured_s(every, count_work([run.layout for run in every]))
+    as_before = left_out([*runs, every[-1]], [*sources[: len(runs)], sources[-1]])
+    np.testing.assert_allclose(predicted[: len(runs)], as_before[:-1], rtol=1e-3)
+    assert (measured / predicted)[len(runs) : -1].min() > 5
+
+
+def test_each_source_has_the_same_weight_in_an_interval() -> None:
+    """Of ten sources nine have errors of 10 %, one of 60 %; the rows of the many are of one source."""
+    ratios = np.array([*[1.1] * 99, *[1.1] * 8, 1.6, 1.6])
+    sources = ["many"] * 99 + [f"one of {i}" for i in range(8)] + ["far"] * 2
+    assert quantile_spread(ratios, sources) == pytest.approx(0.1)
+    assert quantile_spread(ratios, [*sources[:-1], "also far"]) == pytest.approx(0.6)
+    assert quantile_spread(1 / ratios, [*sources[:-1], "also far"]) == pytest.approx(0.6)
+
+
+def test_the_intervals_that_ship_are_those_of_sources_that_are_left_out() -> None:
+    """They hold nine of ten rows of a source that is drawn at random."""
+    from benchmarks.planner.published import coverage
+
+    runs = [run for run in read_runs()[0] if not run.excluded]
+    measured = measured_s(runs, count_work([run.layout for run in runs]))
+    found = coverage(runs, measured / left_out(runs, [run.row["source"] for run in runs]))
+    assert 0.85 < found["sources"] < 0.95

@@ -5,9 +5,9 @@
 Constants of step times are fitted twice: without one of five random parts of the rows, and without one source (a document that
 reports runs) at a time. Each row is predicted by constants that have not seen it. The guess beside it is one utilization for
 each device and arithmetic: the median of its rows, which is not held out, so it is better than a real guess. Intervals are
-those of the rows of other sources. Groups are the rows of one model, kind and number of devices with at least four layouts;
-they are ranked by predictions that have not seen their source. ``unseen`` scores the constants that ship on rows that are in no
-fit (``benchmarks.planner.unseen``).
+those of other sources, each with the same weight. Groups are the rows of one model, kind and number of devices with at least four
+layouts; they are ranked by predictions that have not seen their source. ``unseen`` scores the constants that ship on rows that
+are in no fit (``benchmarks.planner.unseen``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.planner.fitting import (
     measured_s,
     quantile_spread,
     read_runs,
+    superseded,
 )
 from benchmarks.planner.published_memory import memory_errors
 from benchmarks.planner.scores import errors, groups
@@ -61,27 +62,32 @@ def by_device(runs: Sequence[PublishedRun], measured: Numbers, held_out: dict[st
 
 
 def coverage(runs: Sequence[PublishedRun], ratios: Numbers) -> dict[str, float]:
-    """Part of the rows that lie in intervals of nine of ten, which are made from other sources."""
+    """Part of the rows that lie in intervals of nine of ten, which are made from other sources.
+
+    ``all``, ``dense`` and ``experts`` are of rows; ``sources`` is the mean of the parts of each source.
+    """
     experts = np.array([bool(run.layout.model.experts) for run in runs])
-    sources = np.array(by_source(runs))
+    names = np.array([run.row["source"] for run in runs])
     inside = np.zeros(len(runs), bool)
     for kind in (experts, ~experts):
-        for source in set(sources):
-            here = kind & (sources == source)
-            spread = quantile_spread(ratios[kind & (sources != source)])
+        for name in set(names[kind]):
+            here, other = kind & (names == name), kind & (names != name)
+            spread = quantile_spread(ratios[other], names[other].tolist())
             inside[here] = np.abs(np.log(ratios[here])) <= np.log1p(spread)
     return {
         "all": float(inside.mean()),
         "dense": float(inside[~experts].mean()),
         "experts": float(inside[experts].mean()),
+        "sources": float(np.mean([inside[names == name].mean() for name in set(names)])),
     }
 
 
 def sensitivity(runs: Sequence[PublishedRun], measured: Numbers) -> dict[str, Any]:
     """Each constant, and how much the mean error grows where it is a half more or less."""
     layouts = [run.layout for run in runs]
-    sources = [run.row["source"] for run in runs]
-    work, fitted = count_work(layouts), fit(layouts, measured, sources)
+    current = [i for i, earlier in enumerate(superseded(runs)) if not earlier]
+    fitted = fit([layouts[i] for i in current], measured[current], [runs[i].row["source"] for i in current])
+    work = count_work(layouts)
     efficiency = efficiencies(layouts, fitted)
 
     def mean_error(**changed: float) -> float:

@@ -494,10 +494,10 @@ def test_offload_is_told_in_text_json_and_page_and_written(desk: Desk) -> None:
     assert ">offload</td>" in page
     assert desk.here("plan", "check", "moved.json").out.startswith("a legal plan for 64 processes: 64 x ")
     layout = best["layout"]
-    columns = [
-        f"{name}={layout[name]}" for name in ("tp", "pp", "micro_batch", "global_batch", "zero", "cut", "schedule")
-    ]
-    columns += ["offload=true", f"fsdp={layout['dp_shard']}", f"notes=VP={layout['stages_per_rank']}", "gpus=64"]
+    names = ("tp", "pp", "micro_batch", "global_batch", "zero", "cut", "schedule")
+    columns = [f"{name}={layout[name]}" for name in names if layout[name] is not None]
+    columns += [f"seq_len={layout['seq_len']}", "offload=true", f"fsdp={layout['dp_shard']}", "gpus=64"]
+    columns += [f"notes=VP={layout['stages_per_rank']}"]
     simulated = desk.here("plan", "simulate", "--json", "model=llama-3-70b", "gpu_type=gh200", *columns).json
     assert simulated["step_s"] == pytest.approx(best["step_s"])
     (desk.folder / "own.toml").write_text('device = "gh200"\nnum_devices = 64\nhost_gb_per_s = 20\n')

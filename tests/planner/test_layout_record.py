@@ -118,9 +118,9 @@ def test_runs_on_other_devices_of_other_sizes_or_that_waited_teach_nothing() -> 
 
 
 def test_steps_are_predicted_again_for_the_device_as_it_is_described_now() -> None:
-    faster = replace(H100, efficiency=1.0)
-    then, now = (learned_factors(RUNS, MODEL, device).of(("dp",)).factor for device in (H100, faster))
-    assert now > then * 1.05
+    slower = replace(H100, efficiency=0.6)
+    then, now = (learned_factors(RUNS, MODEL, device).of(("dp",)).factor for device in (H100, slower))
+    assert now < then / 1.05
     without_bf16 = replace(H100, tflops={"fp16": 900.0})
     assert learned_factors(RUNS, MODEL, without_bf16).of(("dp",)) == Learned()
 

@@ -117,14 +117,70 @@ def test_activations_of_experts_are_read_and_written_for_each_copy_of_a_token() 
 
 
 def test_parameters_that_are_sent_beside_the_computation_slow_it_down() -> None:
-    """By as long as that takes with a factor of 1, and by less of it within a domain of fast links."""
+    """By as long as that takes over the links of a domain with a factor of 1, and by less of it within one."""
     inside, outside = (layout(num_devices=n, zero=3, dp_shard=n, micro_batch=8) for n in (8, 64))
     for job, part in ((inside, 0.7), (outside, 1.0)):
         work = count_work([job])
-        sent = float((work.fsdp_s * work.num_micro_batches)[0])
+        sent = float(work.num_micro_batches[0]) * 3 * 2 * LLAMA.params / 450e9
+        assert work.fsdp_link_s[0] * work.num_micro_batches[0] == pytest.approx(sent)
         assert part * sent < seconds(job).sharding[0] < (part + 0.1) * sent
     hidden = seconds(inside, constants=replace(PLAIN, fsdp_factor=0)).sharding[0]
     assert 0 < hidden < seconds(inside).sharding[0] / 10
+
+
+def with_network(job: Layout, bytes_per_s: float) -> Layout:
+    return replace(job, device=replace(job.device, network_bytes_per_s=bytes_per_s))
+
+
+def test_a_slow_network_that_the_computation_hides_costs_no_more() -> None:
+    """A device moves as many bytes. Where they take longer than a pass, the rest is waited for."""
+    job = layout(num_devices=64, zero=3, dp_shard=64, micro_batch=8)
+    fast, slow, slower = (with_network(job, bytes_per_s) for bytes_per_s in (50e9, 4e9, 2e8))
+    quick, hidden, late = (float(seconds(each).sharding[0]) for each in (fast, slow, slower))
+    sent, computing = (float(found[0]) for found in (count_work([slow]).fsdp_s, seconds(slow).matmul))
+    assert 0.2 * computing < sent < 0.5 * computing  # so that the charge is not of next to nothing
+    assert hidden == pytest.approx(quick, rel=0.1)
+    passes = float((seconds(slower).total - seconds(slower).sharding - seconds(slower).optimizer)[0])
+    waited = float(count_work([slower]).fsdp_s[0]) - passes
+    assert late == pytest.approx(waited + float(count_work([job]).fsdp_link_s[0]), rel=0.1)
+
+
+def test_collectives_beside_the_computation_slow_it_down_by_no_more_than_was_measured() -> None:
+    """By 40 % (arXiv 2507.03114), whatever their bytes: a short sequence has few tokens for all of its parameters."""
+    job = with_network(layout(num_devices=64, zero=3, dp_shard=64, global_batch=64, seq_len=512), 1e15)
+    work, constants = count_work([job]), replace(PLAIN, fsdp_factor=10)
+    found = seconds(job, constants=constants)
+    passes = float((found.total - found.sharding - found.optimizer)[0])
+    assert 10 * work.fsdp_link_s[0] > passes
+    exposed = float(seconds(job, constants=replace(PLAIN, fsdp_factor=0)).sharding[0])
+    assert found.sharding[0] == pytest.approx(0.4 * passes + exposed)
+
+
+def test_gathers_of_the_forward_pass_do_not_hide_behind_the_backward_pass() -> None:
+    """ZeRO 2 reduces beside the backward pass alone; ZeRO 3 gathers once beside the forward pass, a third of what it sends."""
+    two, three = (layout(num_devices=64, zero=zero, dp_shard=64, global_batch=64) for zero in (2, 3))
+    constants = replace(PLAIN, fsdp_factor=0)
+    for job, ahead in ((two, 0), (three, 1 / 3)):
+        found, sent = seconds(job, constants=constants), float(count_work([job]).fsdp_s[0])
+        once = found.gradients + found.optimizer + found.sharding
+        passes = float((found.total - once)[0])
+
+        def waited(busy: float, other: float) -> float:
+            return (busy**4 + other**4) ** 0.25 - busy
+
+        both = waited(passes / 3, ahead * sent) + waited(2 * passes / 3, (1 - ahead) * sent)
+        assert found.sharding[0] == pytest.approx(both)
+
+
+@pytest.mark.parametrize("side", ["half_expert_tokens", "half_expert_width"])
+def test_experts_need_larger_products_in_fewer_bits(side: str) -> None:
+    """Twice the peak beside the same memory: a product reaches half of it where its sides are twice as long."""
+    jobs = [layout(DEEPSEEK, ep=32, precision=precision) for precision in ("bf16", "fp8")]
+    work = count_work(jobs)
+    length = float(work.expert_tokens[0] if side == "half_expert_tokens" else work.expert_width[0])
+    plain, (bf16, fp8) = seconds(*jobs).expert, seconds(*jobs, constants=replace(PLAIN, **{side: length})).expert
+    assert bf16 == pytest.approx(2 * plain[0])
+    assert fp8 == pytest.approx(3 * plain[1], rel=1e-3)
 
 
 def test_older_kernels_of_attention_are_slower_on_newer_devices_alone() -> None:

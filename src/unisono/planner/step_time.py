@@ -20,6 +20,9 @@ from unisono.planner.step_work import StepWork
 
 # of what sharded parameters cost beside the computation: between devices of a domain, over that between domains
 _IN_DOMAIN: Final = 0.7
+# most that collectives beside it slow a computation down: the largest slowdown measured on A100, H100, MI210 and MI250 (arXiv
+# 2507.03114, abstract)
+_MOST_SLOWED: Final = 0.4
 # share of the peak that products of stored scores reach, whose inner side is a head
 _STORED_ATTENTION: Final = 0.5
 _OVERLAP: Final = 4  # 1: one after the other; infinite: the longer one alone
@@ -32,7 +35,7 @@ class Constants:
     Attributes:
         half_tokens: Tokens of a micro-batch at which matrix products reach half of their efficiency.
         half_width: Width of the smaller side of a matrix on one rank, at which they do.
-        half_expert_tokens: The same for the tokens of one expert.
+        half_expert_tokens: The same for the tokens of one expert in 16 bits; in fewer bits it is in proportion to the peak.
         half_expert_width: The same for the hidden units of an expert.
         attention: Speed of attention over that of other matrix products in 16 bits, causal products counted.
         older_attention: The part of this speed that kernels of an older architecture reach.
@@ -45,8 +48,9 @@ class Constants:
         tp_latency_s: Seconds of a tensor-parallel collective, without its bytes.
         ep_factor: The same for experts.
         dp_factor: The same for the reduction of gradients.
-        fsdp_factor: The same for parameters that are shared over the network, which are sent beside the computation and slow it
-            down; a part of it within a domain of fast links. Where they take longer than it, the rest is added too.
+        fsdp_factor: By how much parameters that ranks share slow the computation down, beside which they are sent: over their
+            bytes at the bandwidth of the domain's links, as the device has to move them whatever the network is. Within a
+            domain a part of it. Where the network takes longer than the computation, the rest is added too.
         hop_s: Seconds from one rank of a ring to the next, without the bytes.
         stages_per_rank: Of a pipeline whose runs do not say it.
         straggler_growth: Part by which a step slows down with each doubling of the devices beyond 8.
@@ -168,8 +172,11 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     """Step times of the layouts that ``work`` was counted for; ``efficiency`` is that of each layout."""
     at_tokens = work.tokens / (work.tokens + fitted.half_tokens)
     at_width = work.matmul_width / (work.matmul_width + fitted.half_width)
-    at_expert_tokens = work.expert_tokens / (work.expert_tokens + fitted.half_expert_tokens)
-    at_expert_width = work.expert_width / (work.expert_width + fitted.half_expert_width)
+    # small products wait for memory, so they must grow with the peak over its bandwidth to reach as much of that peak (the
+    # roofline, Williams et al. 2009); in fewer bits a device has a higher peak and the same memory
+    ridge = work.peak_flops / work.peak_flops_16
+    at_expert_tokens = work.expert_tokens / (work.expert_tokens + ridge * fitted.half_expert_tokens)
+    at_expert_width = work.expert_width / (work.expert_width + ridge * fitted.half_expert_width)
     matmul = work.peak_flops * efficiency
     # products in fewer bits reach less of their peak than those in 16 bits on the same device
     matmul_16 = work.peak_flops_16 * np.minimum(1.3 * efficiency, 0.85)
@@ -191,9 +198,7 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     # keys and values are sent while those before them are used (ring attention, arXiv 2310.01889)
     each["context_parallel"] = _exposed(each["attention"], work.cp_s)
     device = np.sum(tuple(each.values()), axis=0)
-    sharding = work.fsdp_s + fitted.hop_s * work.fsdp_hops
-    beside = fitted.fsdp_factor * np.where(work.fsdp_network > 0, 1, _IN_DOMAIN)
-    each["sharding"] = beside * sharding + _exposed(device, sharding)
+    each["sharding"] = _sharding(work, device, fitted)
     parts = {name: seconds * work.num_micro_batches for name, seconds in each.items()}
     busy = np.sum(tuple(parts.values()), axis=0)
     chunks = np.where(work.stages_per_rank > 0, work.stages_per_rank, fitted.stages_per_rank)
@@ -204,12 +209,31 @@ def step_time(work: StepWork, efficiency: Numbers, fitted: Constants) -> StepPar
     head = each["lm_head"] * work.pp  # the last rank has all of it; ``each`` are means over the pipeline ranks
     block = np.sum(tuple(seconds for name, seconds in each.items() if name != "lm_head"), axis=0) / work.layers
     slowest = np.maximum(work.most_blocks * block, work.last_blocks * block + head)
-    parts["imbalance"] = np.maximum(0, slowest * work.num_micro_batches - busy) * (work.last_blocks > 0) * (work.pp > 1)
+    parts["imbalance"] = np.maximum(0, slowest * work.num_micro_batches - busy) * (work.most_blocks > 0) * (work.pp > 1)
     parts["gradients"] = fitted.dp_factor * (work.gradient_s + fitted.hop_s * work.gradient_hops)
     parts["optimizer"] = work.optimizer_bytes / work.memory_bytes_per_s
     alone = np.sum(tuple(parts.values()), axis=0)
     parts["stragglers"] = alone * fitted.straggler_growth * np.log2(np.maximum(1, work.num_devices / 8))
     return StepParts(**parts)
+
+
+def _sharding(work: StepWork, passes: Numbers, fitted: Constants) -> Numbers:
+    """Seconds that sharded parameters add to a micro-batch.
+
+    A block's parameters are gathered while the block before it computes, and its gradients reduced while the next one does
+    (FSDP, arXiv 2304.11277, section 3.3): each pass hides what it has, up to its own length. Collectives take instructions and
+    bandwidth of memory from the computation; that is for each byte, so a slow network costs no more of it.
+
+    Args:
+        work: Counts of the layouts.
+        passes: Seconds of both passes of a micro-batch through a rank.
+        fitted: Constants.
+    """
+    sent = work.fsdp_s + fitted.hop_s * work.fsdp_hops
+    ahead, forward = work.fsdp_forward * sent, work.forward_share * passes
+    exposed = _exposed(forward, ahead) + _exposed(passes - forward, sent - ahead)
+    slowed = fitted.fsdp_factor * np.where(work.fsdp_network > 0, 1, _IN_DOMAIN) * work.fsdp_link_s
+    return np.minimum(slowed, _MOST_SLOWED * passes) + exposed
 
 
 def _bubble_of_zbv(work: StepWork, passes: Numbers, matmul: Numbers) -> Numbers:

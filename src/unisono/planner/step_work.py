@@ -63,6 +63,8 @@ class StepWork:
         ep_s: Exchange of tokens between experts.
         cp_s: Exchange of keys and values.
         fsdp_s: Gathering and reducing parameters and gradients that ranks share, with each micro-batch.
+        fsdp_link_s: The same, were it within a domain of fast links.
+        fsdp_forward: Part of it beside the forward pass.
         fsdp_hops: Steps of the rings that do it, from one rank to the next.
         fsdp_network: Whether these ranks are in several domains.
         gradient_s: Reduction of gradients and gathering of what the optimizer changed, once in a step.
@@ -102,6 +104,8 @@ class StepWork:
     ep_s: Numbers
     cp_s: Numbers
     fsdp_s: Numbers
+    fsdp_link_s: Numbers
+    fsdp_forward: Numbers
     fsdp_hops: Numbers
     fsdp_network: Numbers
     gradient_hops: Numbers
@@ -237,6 +241,8 @@ def count_work(layouts: Sequence[Layout]) -> StepWork:
         * (cp - 1)
         / np.where(tp * cp <= domain, link, network),
         fsdp_s=passes * _BYTES * params_per_rank / bandwidth(shared),
+        fsdp_link_s=passes * _BYTES * params_per_rank / link,
+        fsdp_forward=np.where(zero == 3, 1 / _SHARED_PASSES[3], 0),
         # a ring for each block, and one for what lies outside of them
         fsdp_hops=passes * (layers / pp + 1) * (shared - 1),
         fsdp_network=(shared * tp > domain).astype(float),
