@@ -58,6 +58,8 @@ class Job:
             blocks of each stage that are recomputed.
         memory_bytes: Memory of a device; 0: that of its data sheet.
         learned: What earlier runs of such a model on such devices correct.
+        traced_over_counted: What counted memory is multiplied by, for each kind of recompute (``finalists``); empty: by nothing. That of
+            partial recompute is beside those of none and full recompute, between which it is (``search.needed_bytes``).
     """
 
     model: ModelShape
@@ -70,6 +72,7 @@ class Job:
     pins: Mapping[str, int | str]
     memory_bytes: float = 0
     learned: LearnedFactors = LearnedFactors()
+    traced_over_counted: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(slots=True)
