@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from unisono.planner.layout import Layout, Recompute
-from unisono.planner.layout_space import OFFLOAD, PARTIAL, RECOMPUTE, Job
+from unisono.planner.layout_space import PARTIAL, RECOMPUTE, Job
 from unisono.planner.model_shape import ModelShape
 from unisono.planner.peak_memory import peak_memory
 from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit, needed_bytes
@@ -117,9 +117,7 @@ class _Search:
     @property
     def corrected(self) -> Job:
         """The job with corrected counts; of kinds of recompute that were not traced by the least factor."""
-        if not self.factors:
-            return self.job
-        least = min(factor for kind, factor in self.factors.items() if kind != PARTIAL)
+        least = min((factor for kind, factor in self.factors.items() if kind != PARTIAL), default=1.0)
         factors = {kind: self.factors.get(kind, least) for kind in RECOMPUTE} | {PARTIAL: self.factors.get(PARTIAL, 1.0)}
         return replace(self.job, traced_over_counted=factors)
 
@@ -183,25 +181,20 @@ class _Search:
         return int(faster[np.argmin(needs[faster])]) if len(faster) else None
 
 
-def trace_finalists(
-    job: Job, memory_of: Callable[[Layout], TracedMemory], compared: LayoutTable
-) -> tuple[Job, LayoutTable, Finalists]:
+def trace_finalists(job: Job, memory_of: Callable[[Layout], TracedMemory]) -> tuple[Job, LayoutTable, Finalists]:
     """The job with corrected counts, its layouts, and those that were traced.
 
     Layouts that keep activations on the host are left out. The table has no layout that fits but was not traced and would be
     the best; nor any that fits if none of the traced ones does.
 
     Args:
-        job: The job.
+        job: The job, whose model is not ``untraceable``.
         memory_of: Traces a layout.
-        compared: The layouts of ``job`` as counted.
 
     Raises:
         LayoutError: No layout is legal.
     """
-    if reason := untraceable(job.model):
-        return job, compared, Finalists(refused=reason)
-    search = _Search(job=replace(job, pins={**job.pins, OFFLOAD: False}), memory_of=memory_of)
+    search = _Search(job=job, memory_of=memory_of)
     table = search.table()
     while len(search.traced) < MOST_FINALISTS and (index := search.next_of(table)) is not None:
         search.trace(table, index)

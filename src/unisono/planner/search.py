@@ -203,7 +203,8 @@ def _counted_limits(job: Job, layouts: Sequence[Layout]) -> float | Numbers:
     if not factors or not layouts:
         return limit
     none, full = _ends(layouts)
-    share = (limit / factors[PARTIAL] - factors["full"] * full) / (factors["none"] * none - factors["full"] * full)
+    saved = np.maximum(1.0, factors["none"] * none - factors["full"] * full)  # bytes; zbv saves none
+    share = (limit / factors[PARTIAL] - factors["full"] * full) / saved
     return full + share * (none - full)
 
 
@@ -211,9 +212,11 @@ def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
     """``modes``, layouts without partial recompute, and those with it or with offload that fit the memory of ``job``."""
     pin = job.pins.get("recompute")
     partial = _predicted(job, _partial(job, modes.layouts, modes.needed_bytes), ())
-    moved, rule_of_offload = (
-        ([], "") if OFFLOAD in job.pins else with_offload(job, modes.layouts, modes.needed_bytes, memory_limit(job))
-    )
+    moved, rule_of_offload = [], ""
+    if job.traced_over_counted:
+        rule_of_offload = "what waits in the memory of the host is not traced"
+    elif OFFLOAD not in job.pins:
+        moved, rule_of_offload = with_offload(job, modes.layouts, modes.needed_bytes, memory_limit(job))
     # those that partial recompute was made from have another value than the pin
     tables = [partial] if pin == PARTIAL else [modes, partial, _predicted(job, moved, ())]
     layouts = [layout for table in tables for layout in table.layouts]

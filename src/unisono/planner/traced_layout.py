@@ -28,6 +28,7 @@ from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions
 from unisono.parallel.pipeline.executor import HiddenStates, UnknownHiddenState
+from unisono.plan.options import Schedule
 from unisono.plan.pipeline_schedule import Action, Kind, schedule_order
 from unisono.plan.plan import Plan
 from unisono.planner.finalists import TracedMemory
@@ -47,11 +48,13 @@ _MOST_SHARDS: Final = 8
 _RANKS: Final = 3  # of a traced pipeline: a first, a last, and one between
 _MICRO_BATCHES: Final = 3  # the first makes gradients, the next ones add to them, the last one reduces them
 
-_PASSES: Final[tuple[Kind, Kind]] = ("F", "B")  # of a micro-batch without a pipeline
-
 Place = Literal["first", "middle", "last", "only"]  # of a stage in the model
-Role = Literal["first", "next", "last", "single"]  # of a pass among those of its kind through its stage
+# of a pass among those of its kind through its stage; ``change`` for one of the next ones behind a pass of another kind
+Role = Literal["first", "next", "change", "last", "single"]
 Mode = Literal["none", "selective", "full"]  # of what is recomputed in a block
+
+_OTHER_ROLE: Final[dict[Role, Role]] = {"next": "change", "change": "next"}
+_PASSES: Final[tuple[Kind, Kind]] = ("F", "B")  # of a micro-batch without a pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +64,14 @@ class _PassBytes:
     Attributes:
         delta: Bytes that are alive after it and were not before.
         of_block: What a block more adds to these.
-        from_begin: The most that is alive in its first part, over its begin.
-        from_end: The most that is alive in its last part, over its end. Both parts have a whole block.
+        alone: The most that is alive in it, over its begin, without blocks more.
+        from_begin: With blocks more the most that is alive in its first part, over its begin.
+        from_end: The same of its last part, over its end. Both parts have a whole block.
     """
 
     delta: float
     of_block: float
+    alone: float
     from_begin: float
     from_end: float
 
@@ -114,8 +119,8 @@ class _Traces:
 
     def at(self, place: Place, kind: Kind, role: Role) -> _PassBytes:
         """A pass of a stage at ``place``; without a pipeline there is one stage."""
-        key = (place, kind, role)
-        return self.passes[key] if key in self.passes else self.passes["only", kind, role]
+        at = place if (place, kind, role) in self.passes or (place, kind, "first") in self.passes else "only"
+        return self.passes[(at, kind, role)] if (at, kind, role) in self.passes else self.passes[at, kind, _OTHER_ROLE[role]]
 
 
 @dataclass(slots=True)
@@ -160,16 +165,23 @@ def _short(layout: Layout, mode: Mode) -> Layout:
     # ranks of one host alone would share memory
     replicas = min(layout.dp // shards, max(2, 1 + HOST_RANKS // (layout.tp * layout.cp * pp * traced)))
     dp, is_zbv = traced * replicas, layout.passes == "zbv"
-    # of ZeRO 2 and 3 a block has something of its neighbours
-    blocks = 2 if layout.zero > 1 and layout.state_ranks > 1 else 1
+    is_fsdp = layout.zero > 1 and layout.state_ranks > 1
+    # of ZeRO 2 and 3 a block has something of its neighbours; and one block alone is no list of blocks
+    blocks = 2 if is_fsdp or pp == 1 else 1
     micro_batches = _MICRO_BATCHES if layout.num_micro_batches > 1 else 1
+    schedule: Schedule = "gpipe"
+    if is_zbv:
+        schedule = "zbv"
+    elif is_fsdp and pp > 1 and layout.passes != "gpipe" and layout.num_micro_batches > 2:
+        # of these a pass leaves something to the next one, which differs behind one of the other kind
+        schedule, micro_batches = "1f1b", _MICRO_BATCHES + 1
     return replace(
         layout,
         model=replace(layout.model, layers=blocks * pp * (2 if is_zbv else 1), other_params=0),
         num_devices=layout.tp * layout.cp * pp * dp,
         pp=pp,
         stages_per_rank=2 if is_zbv else min(pp - 1, 1),
-        schedule="zbv" if is_zbv else "gpipe" if pp > 1 else None,
+        schedule=schedule if pp > 1 else None,
         dp_shard=traced if layout.zero else layout.dp_shard and 1,
         global_batch=dp * int(layout.micro_batch) * micro_batches,
         recompute=mode,
@@ -196,11 +208,12 @@ def _trace(short: Layout) -> _Traces:
         number = rank * (plan.mesh.world_size // short.pp)
         trace = partial(trace_passes, given, plan, number, hidden, has_experts=short.model.experts > 0)
         try:
-            return trace()
+            made = trace()
         except UnknownHiddenState:  # all hidden states are alike
             (_, shapes), spec = next(iter(hidden.items()))
             hidden.update({(stage, shapes): spec for stage in range(stages)})
-            return trace()
+            made = trace()
+        return replace(made, passes=_without_sent(made, stages - 1))
 
     first = rank_of(0)
     middle = first if short.pp == 1 else rank_of(1)
@@ -219,8 +232,8 @@ def _trace(short: Layout) -> _Traces:
     one, two = _by_role(*at[base]), _by_role(longer, at[base][1])
     for place, (rank, stage) in at.items():
         for key, made in _by_role(rank, stage).items():
-            is_base = place == base
-            passes[place, *key] = _pass_bytes(place, one[key], two[key], None if is_base else made)
+            like = key if key in one else (key[0], _OTHER_ROLE.get(key[1], key[1]))
+            passes[place, *key] = _pass_bytes(place, one[like], two[like], made)
     return _Traces(
         passes=passes,
         ranks={place: _rank_bytes(rank, middle, longer, per_rank) for place, rank in ranks.items()},
@@ -232,48 +245,76 @@ def _trace(short: Layout) -> _Traces:
     )
 
 
+def _without_sent(rank: RankPasses, last: int) -> list[Pass]:
+    """The passes as if a gradient that a rank sends were freed at once: it waits for the rank's next message (``_peak``)."""
+    waits, made = False, list[Pass]()
+    for each in rank.passes:
+        left = each.end_bytes
+        if _sends(each.action, last):
+            left += rank.hidden_bytes * (waits - (each.action.kind != "F"))
+            waits = each.action.kind != "F"
+        made.append(replace(each, end_bytes=left))
+    return made
+
+
+def _sends(action: Action, last: int) -> bool:
+    """Whether a pass sends to another stage; number ``last`` is the last one."""
+    return action.kind != "W" and 0 <= action.stage + (1 if action.kind == "F" else -1) <= last
+
+
 def _by_role(rank: RankPasses, stage: int) -> dict[tuple[Kind, Role], Pass]:
     """The passes through a stage, by kind and role."""
     last = max(each.action.micro for each in rank.passes)
+    before = [None, *(each.action.kind for each in rank.passes)]
     return {
-        (each.action.kind, _role(each.action.micro, last)): each for each in rank.passes if each.action.stage == stage
+        (each.action.kind, _role(each.action, last, behind)): each
+        for each, behind in zip(rank.passes, before, strict=False)
+        if each.action.stage == stage
     }
 
 
-def _role(micro: int, last: int) -> Role:
+def _role(action: Action, last: int, behind: Kind | None) -> Role:
+    """The role of a pass of micro-batches up to number ``last``, after a pass of kind ``behind``."""
     if last == 0:
         return "single"
-    return "first" if micro == 0 else "last" if micro == last else "next"
+    if action.micro == 0:
+        return "first"
+    if action.micro == last and action.kind != "F":  # the last forward pass is one of the next ones
+        return "last"
+    return "next" if action.kind == behind else "change"
 
 
-def _pass_bytes(place: Place, one: Pass, two: Pass, other: Pass | None) -> _PassBytes:
+def _pass_bytes(place: Place, one: Pass, two: Pass, other: Pass) -> _PassBytes:
     """A pass of ``place``.
 
     Args:
         place: The place.
         one: The pass through a stage between others.
         two: The same with one block more.
-        other: The pass through the stage of ``place``, where that is another.
+        other: The pass through the stage of ``place``, which is ``one`` itself where that is between others.
     """
-    of_block = _delta(two) - _delta(one)
-    made, begins = (two, [*two.history[: len(one.history)]]) if other is None else (other, [*other.history])
-    ends = [*two.history[-len(one.history) :]] if other is None else [*other.history]
-    if other is not None and (extra := len(other.history) - len(one.history)) > 0:
-        # operations beside the blocks come first in a forward pass of the first stage and a backward pass of the last one
-        if (place == "first") == (one.action.kind == "F"):
-            ends = ends[extra:]
-        else:
-            begins = begins[:-extra]
+    length = len(one.history)
+    # what is there of the next block as well, where a block has one behind it
+    more = _over_begin(two, 0, length) - _over_begin(one, 0, length), _over_end(two, length) - _over_end(one, length)
+    # operations beside the blocks come first in a forward pass of the first stage and a backward pass of the last one
+    beside, is_before = max(0, len(other.history) - length), (place == "first") == (one.action.kind == "F")
     return _PassBytes(
-        delta=_delta(one if other is None else other),
-        of_block=of_block,
-        from_begin=max(begins, default=made.begin_bytes) - made.begin_bytes,
-        from_end=max(ends, default=made.end_bytes) - made.end_bytes,
+        delta=other.end_bytes - other.begin_bytes,
+        of_block=two.end_bytes - two.begin_bytes - one.end_bytes + one.begin_bytes,
+        alone=_over_begin(other, 0, len(other.history)),
+        from_begin=_over_begin(other, 0, len(other.history) - (0 if is_before else beside)) + max(0, more[0]),
+        from_end=_over_end(other, len(other.history) - (beside if is_before else 0)) + max(0, more[1]),
     )
 
 
-def _delta(made: Pass) -> int:
-    return made.end_bytes - made.begin_bytes
+def _over_begin(made: Pass, first: int, last: int) -> int:
+    """The most that operations from ``first`` to ``last`` have over the begin of a pass."""
+    return max(made.history[first:last], default=made.begin_bytes) - made.begin_bytes
+
+
+def _over_end(made: Pass, count: int) -> int:
+    """The most that the last ``count`` operations have over the end of a pass."""
+    return max(made.history[len(made.history) - count :], default=made.end_bytes) - made.end_bytes
 
 
 def _rank_bytes(rank: RankPasses, one: RankPasses, two: RankPasses, per_rank: int) -> _RankBytes:
@@ -285,7 +326,7 @@ def _rank_bytes(rank: RankPasses, one: RankPasses, two: RankPasses, per_rank: in
             [
                 of.begin_bytes + of.state_bytes - of.batch_bytes,
                 max(of.after, default=before) - before,
-                of.passes[-1].end_bytes - of.passes[0].begin_bytes,
+                of.left_bytes - of.passes[0].begin_bytes,
             ],
             float,
         )
@@ -318,13 +359,14 @@ def _peak(layout: Layout, plan: Plan, traces: Mapping[Mode, _Traces], rank: int)
     begin = every.share * (outside.begin + more * outside.begin_of_block) + micro_batches * every.batch_bytes
     peak = begin + every.share * (outside.update + more * outside.update_of_block)
     level, posted, receives = begin, set[Action](), _next_receives(actions, mine, last)
+    behind, waits = None, False
     reduced = ("first", "single") if layout.zero > 1 else ("last", "single")
     for action, nexts in zip(actions, receives, strict=True):
         for message in nexts:
             if message not in posted:
                 posted.add(message)
                 level += every.hidden_bytes
-        stage, role = action.stage, _role(action.micro, micro_batches - 1)
+        stage, role, behind = action.stage, _role(action, micro_batches - 1, behind), action.kind
         place: Place = "first" if stage == 0 else "last" if stage == last else "middle"
         kept = blocks[stage] - again[stage]
         # the first blocks of a stage are those that are recomputed
@@ -332,6 +374,9 @@ def _peak(layout: Layout, plan: Plan, traces: Mapping[Mode, _Traces], rank: int)
         highest, delta = _through(parts if action.kind == "F" else parts[::-1], place, action.kind, role)
         peak = max(peak, level + highest)
         level += delta
+        if _sends(action, last):
+            level += every.hidden_bytes * ((action.kind != "F") - waits)
+            waits = action.kind != "F"
         if action.kind in "BW" and role in reduced:
             level -= (1 - every.share) * blocks[stage] * outside.shards_of_block
     return peak
@@ -365,6 +410,9 @@ def _through(
         kind: Kind of the pass.
         role: Role of the pass.
     """
+    if len(parts) == 1 and parts[0][1] == parts[0][0].blocks:
+        made = parts[0][0].at(place, kind, role)
+        return made.alone, made.delta
     level = highest = 0.0
     for number, (traces, count) in enumerate(parts):
         made = traces.at(place, kind, role)

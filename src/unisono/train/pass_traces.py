@@ -56,7 +56,8 @@ class RankPasses:
         state_bytes: Of the optimizer's state that the step makes.
         batch_bytes: Those of the batch.
         passes: The passes in order.
-        after: Alive after each operation from the last pass to the end of the step.
+        left_bytes: Alive at the end of the last pass.
+        after: Alive after each operation from there to the end of the step.
         hidden_bytes: Of a hidden state between two stages; 0 without a pipeline.
     """
 
@@ -64,6 +65,7 @@ class RankPasses:
     state_bytes: int
     batch_bytes: int
     passes: Sequence[Pass]
+    left_bytes: int
     after: Sequence[int]
     hidden_bytes: int
 
@@ -146,6 +148,7 @@ def _passes(parts: RunParts, live: LiveStorages, fake: FakeTensorMode) -> RankPa
     begin = live.now_bytes
     if pipeline is not None:
         pipeline.around_pass = recorder.around
+        pipeline.is_sent = lambda work: True  # by the next send, as the back ends of accelerators tell
         train_step.run(replace(batch, micro_batches=micro_batches))
     else:
         with parts.timers.wrapped(
@@ -160,6 +163,7 @@ def _passes(parts: RunParts, live: LiveStorages, fake: FakeTensorMode) -> RankPa
         state_bytes=state,
         batch_bytes=begin - before,
         passes=recorder.passes,
+        left_bytes=recorder.passes[-1].end_bytes,
         after=live.history[recorder.operations :],
         hidden_bytes=0 if spec is None else spec[0].numel() * spec[1].itemsize,
     )
