@@ -499,8 +499,10 @@ def test_code_that_a_run_folder_names_needs_trust(desk: Desk) -> None:
 
 GPT = "[model]\nnum_layers = 4\ndim = 512\nnum_heads = 8\nnum_kv_heads = 4\nvocab_size = 1000\n[data]\nseq_len = 512\n"
 # without recompute it needs more than this as traced, and less as counted
-TRACED = ("--cluster", "h100x2", "--model", "gpt.toml", "--global-batch", "16", "--pin", "pp=2", "--pin", "schedule=1f1b")
-TRACED += ("--pin", "micro_batch=4", "--pin", "zero=0", "--trace")
+TRACED = (
+    *("--cluster", "h100x2", "--model", "gpt.toml", "--global-batch", "16", "--pin", "pp=2", "--pin", "schedule=1f1b"),
+    *("--pin", "micro_batch=4", "--pin", "zero=0", "--trace"),
+)
 
 
 def test_finalists_are_traced_and_decide(desk: Desk) -> None:
@@ -552,7 +554,9 @@ def test_what_is_not_traced_is_refused(desk: Desk, arguments: tuple[str, ...], s
 def test_a_model_that_unisono_does_not_build_is_not_traced(desk: Desk) -> None:
     job = ("--cluster", "h100x8", "--model", "gpt2-1.5b", "--global-batch", "64")
     text = desk.here("plan", *job, "--trace")
-    assert "traced: no: feed-forward layers of the model have no gate, and a trace is of unisono's gpt or moe" in text.out
+    assert (
+        "traced: no: feed-forward layers of the model have no gate, and a trace is of unisono's gpt or moe" in text.out
+    )
     plain, traced = (json.loads(desk.here("plan", *job, *more, "--json").out) for more in ((), ("--trace",)))
     assert "traced" not in plain
     assert traced.pop("traced")["finalists"] == []

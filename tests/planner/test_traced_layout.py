@@ -58,7 +58,7 @@ def check(given: Layout) -> None:
 
 
 def test_a_pipeline_is_put_together_from_short_ones() -> None:
-    check(layout(**{**PIPELINE, "schedule": "gpipe"}, micro_batches=2))
+    check(layout(pp=2, stages_per_rank=1, schedule="gpipe", micro_batches=2))
 
 
 @pytest.mark.full
@@ -114,14 +114,24 @@ def test_what_layouts_have_in_common_is_traced_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(traced_layout, "_trace", watched)
     tracer, shape = LayoutTracer(), replace(SHAPE, layers=32)
-    partial = layout(model=shape, pp=4, stages_per_rank=1, schedule="1f1b", recompute="partial", recomputed_blocks=(3,) * 4)
+    partial = layout(
+        model=shape, pp=4, stages_per_rank=1, schedule="1f1b", recompute="partial", recomputed_blocks=(3,) * 4
+    )
     some = tracer.memory(partial)
     assert [short.recompute for short in traced] == ["full", "none"]
     more = tracer.memory(replace(partial, recomputed_blocks=(6,) * 4))
     none = tracer.memory(replace(partial, recompute="none", recomputed_blocks=()))
     full = tracer.memory(replace(partial, recompute="full", recomputed_blocks=()))
     shorter = tracer.memory(
-        replace(partial, num_devices=32, pp=2, stages_per_rank=4, schedule="interleaved", recompute="none", recomputed_blocks=())
+        replace(
+            partial,
+            num_devices=32,
+            pp=2,
+            stages_per_rank=4,
+            schedule="interleaved",
+            recompute="none",
+            recomputed_blocks=(),
+        )
     )
     assert len(traced) == 2
     assert none.peak_bytes > some.peak_bytes > more.peak_bytes > full.peak_bytes > 0

@@ -75,9 +75,7 @@ def search_options(function: F) -> F:
     return function
 
 
-def find_plan(
-    *, as_json: bool, report: Path | None, apply: Path | None, is_traced: bool, **options: Any
-) -> None:
+def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, is_traced: bool, **options: Any) -> None:
     """Search, write the page and the strategy file, and print the result.
 
     Args:

@@ -133,7 +133,9 @@ class LiveStorages(TorchDispatchMode):
 
     def _counts(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):  # whose other properties are operations of their own
-            return tensor.fake_mode is self._fake and tensor.fake_device.type != "meta" and tensor.layout == torch.strided
+            return (
+                tensor.fake_mode is self._fake and tensor.fake_device.type != "meta" and tensor.layout == torch.strided
+            )
         if self._fake is not None or isinstance(tensor, DTensor) or tensor.is_meta:
             return False
         return tensor.layout == torch.strided

@@ -19,7 +19,10 @@ from unisono.planner.peak_memory import peak_memory
 from unisono.planner.search import LayoutTable, PredictedLayout, compare, memory_limit, needed_bytes
 
 MOST_FINALISTS: Final = 8
-_NEAR: Final = 1.1  # of the limit: what corrected counts put further above it is not traced to see whether it fits after all
+_EQUAL: Final = 1e-9  # as times of many layouts are summed in another order
+_NEAR: Final = (
+    1.1  # of the limit: what corrected counts put further above it is not traced to see whether it fits after all
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +101,10 @@ def untraceable(model: ModelShape) -> str:
         (model.kv_rank > 0, "the model has latent attention"),
         (model.shared_ffn > 0, "all tokens go to a shared expert of the model"),
         (model.dense_layers > 0 or model.expert_period > 1, "some blocks of the model have no experts"),
-        (model.other_params not in (0, (2 * model.layers + 1) * model.hidden), "the model has biases or other parameters"),
+        (
+            model.other_params not in (0, (2 * model.layers + 1) * model.hidden),
+            "the model has biases or other parameters",
+        ),
     ):
         if is_other:
             return f"{reason}, and a trace is of unisono's gpt or moe"
@@ -118,7 +124,9 @@ class _Search:
     def corrected(self) -> Job:
         """The job with corrected counts; of kinds of recompute that were not traced by the least factor."""
         least = min((factor for kind, factor in self.factors.items() if kind != PARTIAL), default=1.0)
-        factors = {kind: self.factors.get(kind, least) for kind in RECOMPUTE} | {PARTIAL: self.factors.get(PARTIAL, 1.0)}
+        factors = {kind: self.factors.get(kind, least) for kind in RECOMPUTE} | {
+            PARTIAL: self.factors.get(PARTIAL, 1.0)
+        }
         return replace(self.job, traced_over_counted=factors)
 
     def table(self) -> LayoutTable:
@@ -152,17 +160,17 @@ class _Search:
         self.traced.append(made)
         if made.traced.refused:
             return
-        traced_bytes = made.traced.peak_bytes
-        kinds: set[Recompute] = {layout.recompute} - {PARTIAL}
+        kinds: list[Recompute] = [] if layout.recompute == PARTIAL else [layout.recompute]
         if layout.recompute == PARTIAL or (not made.fits and layout.passes != "zbv"):
-            kinds |= {"none", "full"}
-        for kind in sorted(kinds):
+            kinds += ["none", "full"]
+        for kind in dict.fromkeys(kinds):
             other = replace(layout, recompute=kind, recomputed_blocks=())
             traced = made.traced if kind == layout.recompute else self.memory_of(other)
-            self.factors[kind] = traced.peak_bytes / float(peak_memory([other]).counted[0])
+            if not traced.refused:
+                self.factors[kind] = traced.peak_bytes / float(peak_memory([other]).counted[0])
         if layout.recompute == PARTIAL:
             self.factors[PARTIAL] = 1.0
-            self.factors[PARTIAL] = traced_bytes / float(needed_bytes(self.corrected, [layout])[0])
+            self.factors[PARTIAL] = made.traced.peak_bytes / float(needed_bytes(self.corrected, [layout])[0])
 
     def next_of(self, table: LayoutTable) -> int | None:
         """The layout to be traced next: the fastest that fits. If it was traced, the one that needs least of those that are
@@ -203,14 +211,12 @@ def trace_finalists(job: Job, memory_of: Callable[[Layout], TracedMemory]) -> tu
     limit = memory_limit(job)
     nearest = None if fitting else table.best(limit)
     fastest_s = min((each.step_s for each in fitting), default=np.inf)
-    unknown = [
-        index
-        for index in np.flatnonzero((table.needed_bytes <= limit) & (table.step_s < fastest_s))
-        if not any(each.layout == table.layouts[index] for each in search.traced)
-    ]
-    kept = np.setdiff1d(np.arange(len(table.layouts)), unknown)
+    unknown = (table.needed_bytes <= limit) & (table.step_s <= fastest_s * (1 + _EQUAL))
+    for each in search.traced:
+        unknown[_places_of(table, each.layout)] = False
+    kept = ~unknown
     table = LayoutTable(
-        layouts=[table.layouts[index] for index in kept],
+        layouts=[layout for layout, is_kept in zip(table.layouts, kept, strict=True) if is_kept],
         step_s=table.step_s[kept],
         needed_bytes=table.needed_bytes[kept],
         refused=table.refused,

@@ -58,8 +58,8 @@ class Job:
             blocks of each stage that are recomputed.
         memory_bytes: Memory of a device; 0: that of its data sheet.
         learned: What earlier runs of such a model on such devices correct.
-        traced_over_counted: What counted memory is multiplied by, for each kind of recompute (``finalists``); empty: by nothing. That of
-            partial recompute is beside those of none and full recompute, between which it is (``search.needed_bytes``).
+        traced_over_counted: What counted memory is multiplied by, for each kind of recompute (``finalists``); empty: by nothing.
+            That of partial recompute is beside those of none and full recompute (``search.needed_bytes``).
     """
 
     model: ModelShape

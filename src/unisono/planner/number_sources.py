@@ -70,7 +70,8 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "recomputed": Source(kind="modelled", text="what one block keeps while its backward pass runs"),
     "logits": Source(kind="modelled", text="12 bytes for each logit of a micro-batch, 4 with a fused loss"),
     "traced": Source(
-        kind="exact", text="tensors of the rank that needs most, from traces of a few blocks of unisono's own model (--trace)"
+        kind="exact",
+        text="tensors of the rank that needs most, from traces of a few blocks of unisono's own model (--trace)",
     ),
     "allocator": Source(
         kind="fitted",

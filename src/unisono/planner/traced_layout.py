@@ -120,7 +120,11 @@ class _Traces:
     def at(self, place: Place, kind: Kind, role: Role) -> _PassBytes:
         """A pass of a stage at ``place``; without a pipeline there is one stage."""
         at = place if (place, kind, role) in self.passes or (place, kind, "first") in self.passes else "only"
-        return self.passes[(at, kind, role)] if (at, kind, role) in self.passes else self.passes[at, kind, _OTHER_ROLE[role]]
+        return (
+            self.passes[(at, kind, role)]
+            if (at, kind, role) in self.passes
+            else self.passes[at, kind, _OTHER_ROLE[role]]
+        )
 
 
 @dataclass(slots=True)
@@ -134,8 +138,8 @@ class LayoutTracer:
         try:
             plan = plan_of(layout)
             again, kept = _modes(layout)
-            modes = {again, kept} if layout.recompute == "partial" else {kept}
-            traces = {mode: self._traced(layout, mode) for mode in sorted(modes)}
+            modes: tuple[Mode, ...] = (again, kept) if layout.recompute == "partial" else (kept,)
+            traces = {mode: self._traced(layout, mode) for mode in modes}
         except UnisonoError as error:
             return TracedMemory(refused="; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems))
         peaks = [_peak(layout, plan, traces, rank) for rank in range(layout.pp)]
@@ -218,22 +222,22 @@ def _trace(short: Layout) -> _Traces:
     first = rank_of(0)
     middle = first if short.pp == 1 else rank_of(1)
     longer = rank_of(min(1, short.pp - 1), 1)
-    at: dict[Place, tuple[RankPasses, int]]
+    ranks: dict[Place, RankPasses] = {"first": first, "middle": middle}
+    at: dict[Place, tuple[RankPasses, int]] = {"first": (first, 0), "middle": (middle, 1)}
+    base: Place = "middle"
     if short.pp == 1:
-        ranks, at = {"first": first}, {"only": (first, 0)}
+        ranks, at, base = {"first": first}, {"only": (first, 0)}, "only"
     elif per_rank == 2:  # of a V the first rank has both ends
-        ranks, at = {"first": first, "middle": middle}, {"first": (first, 0), "middle": (middle, 1), "last": (first, stages - 1)}
+        at["last"] = first, stages - 1
     else:
-        last = rank_of(short.pp - 1)
-        ranks = {"first": first, "middle": middle, "last": last}
-        at = {"first": (first, 0), "middle": (middle, 1), "last": (last, stages - 1)}
-    base = next(place for place in ("middle", "only") if place in at)
-    passes: dict[tuple[Place, Kind, Role], _PassBytes] = {}
+        ranks["last"] = rank_of(short.pp - 1)
+        at["last"] = ranks["last"], stages - 1
     one, two = _by_role(*at[base]), _by_role(longer, at[base][1])
+    passes: dict[tuple[Place, Kind, Role], _PassBytes] = {}
     for place, (rank, stage) in at.items():
-        for key, made in _by_role(rank, stage).items():
-            like = key if key in one else (key[0], _OTHER_ROLE.get(key[1], key[1]))
-            passes[place, *key] = _pass_bytes(place, one[like], two[like], made)
+        for (kind, role), made in _by_role(rank, stage).items():
+            like = (kind, role if (kind, role) in one else _OTHER_ROLE[role])
+            passes[place, kind, role] = _pass_bytes(place, one[like], two[like], made)
     return _Traces(
         passes=passes,
         ranks={place: _rank_bytes(rank, middle, longer, per_rank) for place, rank in ranks.items()},
@@ -265,7 +269,7 @@ def _sends(action: Action, last: int) -> bool:
 def _by_role(rank: RankPasses, stage: int) -> dict[tuple[Kind, Role], Pass]:
     """The passes through a stage, by kind and role."""
     last = max(each.action.micro for each in rank.passes)
-    before = [None, *(each.action.kind for each in rank.passes)]
+    before: list[Kind | None] = [None, *(each.action.kind for each in rank.passes)]
     return {
         (each.action.kind, _role(each.action, last, behind)): each
         for each, behind in zip(rank.passes, before, strict=False)
@@ -370,7 +374,9 @@ def _peak(layout: Layout, plan: Plan, traces: Mapping[Mode, _Traces], rank: int)
         place: Place = "first" if stage == 0 else "last" if stage == last else "middle"
         kept = blocks[stage] - again[stage]
         # the first blocks of a stage are those that are recomputed
-        parts = [(traces[mode], count) for mode, count in zip(_modes(layout), (again[stage], kept), strict=True) if count]
+        parts = [
+            (traces[mode], count) for mode, count in zip(_modes(layout), (again[stage], kept), strict=True) if count
+        ]
         highest, delta = _through(parts if action.kind == "F" else parts[::-1], place, action.kind, role)
         peak = max(peak, level + highest)
         level += delta
@@ -399,9 +405,7 @@ def _next_receives(actions: Sequence[Action], mine: Container[int], last: int) -
     return found[::-1]
 
 
-def _through(
-    parts: Sequence[tuple[_Traces, int]], place: Place, kind: Kind, role: Role
-) -> tuple[float, float]:
+def _through(parts: Sequence[tuple[_Traces, int]], place: Place, kind: Kind, role: Role) -> tuple[float, float]:
     """The most of a pass over its begin, and what is left of it.
 
     Args:
@@ -475,7 +479,7 @@ def _inputs(model: ModelShape, short: Layout, plan: Plan) -> RunInputs:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Zeros:
     """``count`` sequences of ``tokens`` tokens each, as packed data have them."""
 

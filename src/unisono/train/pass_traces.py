@@ -84,9 +84,7 @@ class _Recorder:
         begin, place = self.live.now_bytes, len(self.live.history)
         yield
         self.operations = len(self.live.history)
-        made = Pass(
-            action=action, begin_bytes=begin, end_bytes=self.live.now_bytes, history=self.live.history[place:]
-        )
+        made = Pass(action=action, begin_bytes=begin, end_bytes=self.live.now_bytes, history=self.live.history[place:])
         self.passes.append(made)
 
 
@@ -109,9 +107,7 @@ class _PhaseOfPass:
         self.entered.__exit__(*error)
 
 
-def trace_passes(
-    given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates, *, has_experts: bool
-) -> RankPasses:
+def trace_passes(given: RunInputs, plan: Plan, rank: int, hidden: HiddenStates, *, has_experts: bool) -> RankPasses:
     """Trace the first step of ``rank``. The passes of others begin with the optimizer's state beside.
 
     Args:
