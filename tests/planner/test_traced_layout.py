@@ -93,8 +93,8 @@ def test_shared_states(zero: int, pp: int) -> None:
         {"zero": 3, "dp": 4, "recompute": "selective", "tp": 4},
         {"zero": 3, "dp": 8, "cp": 2},
         {"zero": 1, "dp_shard": 4, "tp": 2, **PIPELINE},
-        {"micro_batches": 1},
-        {"recompute": "partial", "recomputed_blocks": (3,)},
+        {"micro_batches": 1, "dp": 9},  # as many as are traced, between which the CPU shares memory
+        {"recompute": "partial", "recomputed_blocks": (3,), "dp": 9},
         {"model": replace(SHAPE, tied=True), **PIPELINE},
         {"model": replace(SHAPE, experts=4, experts_per_token=2), "zero": 1, "ep": 2, **PIPELINE},
     ],

@@ -139,7 +139,7 @@ class LayoutTracer:
             plan = plan_of(layout)
             again, kept = _modes(layout)
             modes: tuple[Mode, ...] = (again, kept) if layout.recompute == "partial" else (kept,)
-            traces = {mode: self._traced(layout, mode) for mode in modes}
+            traces: dict[Mode, _Traces] = {mode: self._traced(layout, mode) for mode in modes}
         except UnisonoError as error:
             return TracedMemory(refused="; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems))
         peaks = [_peak(layout, plan, traces, rank) for rank in range(layout.pp)]

@@ -135,7 +135,6 @@ def _passes(parts: RunParts, live: LiveStorages, fake: FakeTensorMode) -> RankPa
     train_step, pipeline, recorder = build_train_step(parts), parts.sharded.pipeline, _Recorder(live)
     with _disable_current_modes(), closing(parts.loader.iterate(0, 1)) as steps:
         batch = next(steps)
-    before = live.now_bytes
     micro_batches = [
         {name: fake.from_tensor(value).to(parts.device) for name, value in micro.items()}
         for micro in batch.micro_batches
@@ -157,7 +156,7 @@ def _passes(parts: RunParts, live: LiveStorages, fake: FakeTensorMode) -> RankPa
     return RankPasses(
         begin_bytes=begin,
         state_bytes=state,
-        batch_bytes=begin - before,
+        batch_bytes=sum(tensor.nbytes for micro in micro_batches for tensor in micro.values()),
         passes=recorder.passes,
         left_bytes=recorder.passes[-1].end_bytes,
         after=live.history[recorder.operations :],
