@@ -143,7 +143,7 @@ class LayoutTracer:
         except UnisonoError as error:
             return TracedMemory(refused="; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems))
         peaks = [_peak(layout, plan, traces, rank) for rank in range(layout.pp)]
-        return TracedMemory(peak_bytes=max(peaks), rank=int(np.argmax(peaks)))
+        return TracedMemory(peak_bytes=float(max(peaks)), rank=int(np.argmax(peaks)))
 
     def _traced(self, layout: Layout, mode: Mode) -> _Traces:
         short = _short(layout, mode)
