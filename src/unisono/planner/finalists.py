@@ -160,9 +160,11 @@ class _Search:
         self.traced.append(made)
         if made.traced.refused:
             return
-        kinds: list[Recompute] = [] if layout.recompute == PARTIAL else [layout.recompute]
+        kinds: list[Recompute] = []
+        if layout.recompute != PARTIAL:
+            kinds.append(layout.recompute)
         if layout.recompute == PARTIAL or (not made.fits and layout.passes != "zbv"):
-            kinds += ["none", "full"]
+            kinds += ("none", "full")
         for kind in dict.fromkeys(kinds):
             other = replace(layout, recompute=kind, recomputed_blocks=())
             traced = made.traced if kind == layout.recompute else self.memory_of(other)

@@ -212,7 +212,7 @@ def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
     """``modes``, layouts without partial recompute, and those with it or with offload that fit the memory of ``job``."""
     pin = job.pins.get("recompute")
     partial = _predicted(job, _partial(job, modes.layouts, modes.needed_bytes), ())
-    moved, rule_of_offload = [], ""
+    moved, rule_of_offload = list[Layout](), ""
     if job.traced_over_counted:
         rule_of_offload = "what waits in the memory of the host is not traced"
     elif OFFLOAD not in job.pins:

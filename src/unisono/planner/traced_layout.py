@@ -426,9 +426,12 @@ def _through(parts: Sequence[tuple[_Traces, int]], place: Place, kind: Kind, rol
         if number == (0 if is_before else len(parts) - 1):
             level += made.delta - traces.blocks * made.of_block
         inner = traces.at("middle", kind, role)
-        from_begin = made.from_begin if number == 0 else inner.from_end + traces.blocks * inner.of_block
-        from_end = made.from_end if number == len(parts) - 1 else inner.from_end
-        highest = max(highest, begin + from_begin, level + from_end)
+        from_begin = made.from_begin if number == 0 else inner.from_end + min(count, traces.blocks) * inner.of_block
+        highest = max(highest, begin + from_begin)
+        if number == len(parts) - 1:
+            highest = max(highest, level + made.from_end)
+        elif made.of_block > 0:  # else the most is at the begin of these blocks
+            highest = max(highest, level + inner.from_end)
     return highest, level
 
 
