@@ -533,9 +533,11 @@ def document_error(match: Match) -> Figure:
 
 
 def search_time(match: Match) -> Figure:
-    """Seconds of a search, with its aim, peak memory and the layouts that were compared."""
+    """Seconds of a search, with its aim, peak memory and the layouts that were compared, and traced."""
     row = match.node
     text = f"{row['wall_s']:.2f} s; {row['peak_mib']:.0f} MiB; {row['layouts']:,} layouts"
+    if row.get("traced"):
+        text += f", {row['traced']} traced; {row['cpu_s']:.1f} s of CPU"
     return Figure(text, row["wall_s"], at_most(row["aim_s"], f"≤ {row['aim_s']} s"))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -540,3 +543,77 @@ def test_code_that_a_run_folder_names_needs_trust(desk: Desk) -> None:
     assert refused.code == 2
     assert "is a file that you have not run in this form" in refused.out
     assert desk.here(*job, "--trust-python").json["best"]["layout"]["seq_len"] == 64
+
+
+GPT = "[model]\nnum_layers = 4\ndim = 512\nnum_heads = 8\nnum_kv_heads = 4\nvocab_size = 1000\n[data]\nseq_len = 512\n"
+# without recompute it needs more than this as traced, and less as counted
+TRACED = (
+    *("--cluster", "h100x2", "--model", "gpt.toml", "--global-batch", "16", "--pin", "pp=2", "--pin", "schedule=1f1b"),
+    *("--pin", "micro_batch=4", "--pin", "zero=0", "--trace"),
+)
+
+
+def test_finalists_are_traced_and_decide(desk: Desk) -> None:
+    (desk.folder / "gpt.toml").write_text(GPT)
+    outputs = ("--json", "--apply", "best.json", "--report", "page.html")
+    found = desk.here("plan", *TRACED, "--memory-gib", "0.3", *outputs).json
+    finalists = found["traced"]["finalists"]
+    assert [each["fits"] for each in finalists[:2]] == [False, True]
+    assert finalists[0]["counted_bytes"] <= found["limit_bytes"] < finalists[0]["traced_bytes"]
+    assert {each["confidence"] for each in finalists} == {"exact"}
+    best = next(each for each in finalists if each["layout"] == found["best"]["layout"])
+    assert best["fits"]
+    assert best["traced_bytes"] == found["best"]["needed_bytes"] == found["best"]["prediction"]["memory"]["traced"]
+    assert found["sources"]["traced"]["kind"] == "exact"
+    applied = json.loads((desk.folder / "best.json").read_text())["recompute"]
+    assert applied == {"mode": "full", "blocks_per_stage": found["best"]["layout"]["recomputed_blocks"]}
+    page = (desk.folder / "page.html").read_text()
+    assert "Traced layouts" in page
+    assert "does not fit" in page
+
+
+def test_where_no_traced_layout_fits(desk: Desk) -> None:
+    (desk.folder / "gpt.toml").write_text(GPT)
+    none = desk.here("plan", *TRACED, "--memory-gib", "0.2", "--pin", "recompute=full")
+    assert none.code == 1
+    _, head, finalist, end, *_ = none.out.splitlines()
+    assert head == "traced as unisono runs them (exact); counts of other layouts are corrected by these"
+    assert re.fullmatch(
+        r"  counted [\d.]+ GiB, traced [\d.]+ GiB: does not fit, \S+ s, with pp=2 micro_batch=4 recompute=full",
+        finalist,
+    )
+    assert end == "none of 1 traced layouts fits; by corrected counts none does"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--compile",), "--trace --compile"),
+        (("--pin", "offload=true"), "--trace --pin offload=true"),
+    ],
+)
+def test_what_is_not_traced_is_refused(desk: Desk, arguments: tuple[str, ...], said: str) -> None:
+    refused = desk.here("plan", *JOB, "--trace", *arguments)
+    assert refused.code == 2
+    assert said in refused.err
+
+
+def test_a_model_that_unisono_does_not_build_is_not_traced(desk: Desk) -> None:
+    job = ("--cluster", "h100x8", "--model", "gpt2-1.5b", "--global-batch", "64")
+    text = desk.here("plan", *job, "--trace")
+    assert (
+        "traced: no: feed-forward layers of the model have no gate, and a trace is of unisono's gpt or moe" in text.out
+    )
+    plain, traced = (json.loads(desk.here("plan", *job, *more, "--json").out) for more in ((), ("--trace",)))
+    assert "traced" not in plain
+    assert traced.pop("traced")["finalists"] == []
+    assert traced == plain
+
+
+def test_torch_is_imported_for_traces_alone(desk: Desk) -> None:
+    script = "import sys; from unisono.cli.main import entry; sys.argv = ['unisono', *sys.argv[1:]]\n"
+    script += "try: entry()\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+    for more in ((), ("--trace",)):  # a model that is not traced
+        command = [sys.executable, "-c", script, "plan", *JOB[:2], "--model", "gpt2-1.5b", *JOB[4:], *more]
+        done = subprocess.run(command, cwd=desk.folder, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr

@@ -196,8 +196,8 @@ def test_dims_that_cannot_be_split_are_refused() -> None:
             "2 entries of 'tp' or None",
         ),
         (
-            ParameterPlacement(module="blocks.*.atention", parameter="q.weight", dims=COLUMNS),
-            "a placement in 'blocks.*.atention'",
+            ParameterPlacement(module="blocks.*.atttention", parameter="q.weight", dims=COLUMNS),
+            "a placement in 'blocks.*.atttention'",
             "did you mean 'blocks.1.attention'?",
         ),
     ],

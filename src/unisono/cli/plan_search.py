@@ -25,7 +25,9 @@ from unisono.storage.write_errors import explained_write_errors
 from unisono.units import GIB
 
 if TYPE_CHECKING:
+    from unisono.planner.finalists import Finalists
     from unisono.planner.layout_space import Job
+    from unisono.planner.search import LayoutTable
 
 F = TypeVar("F", bound=Callable[..., object])
 _MOST_COUNT = 1 << 53
@@ -48,6 +50,12 @@ def search_options(function: F) -> F:
         ),
         click.option("--report", type=ExpandedPath(dir_okay=False, path_type=Path), help="Also write a page (HTML) here."),
         click.option("--pin", "pins", multiple=True, metavar="AXIS=VALUE", help="A value that is given; may be repeated."),
+        click.option(
+            "--trace",
+            "is_traced",
+            is_flag=True,
+            help="Trace the fastest layouts as unisono runs them (up to 8), and choose by the exact memory.",
+        ),
         click.option("--compile", "is_compiled", is_flag=True, help="The model is compiled, which needs less memory."),
         click.option("--precision", default="", help="bf16 (default), fp16, fp8 or fp4."),
         click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sequence (default: the model's)."),
@@ -67,13 +75,14 @@ def search_options(function: F) -> F:
     return function
 
 
-def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **options: Any) -> None:
+def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, is_traced: bool, **options: Any) -> None:
     """Search, write the page and the strategy file, and print the result.
 
     Args:
         as_json: Print one JSON object.
         report: The file of the page.
         apply: The strategy file.
+        is_traced: Whether the finalists are traced.
         options: The others of ``search_options``.
     """
     from unisono.cli.search_text import search_json, search_lines
@@ -90,10 +99,12 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
         check_output("--report", report, consequence="nothing was searched")
     try:
         job = _job(**options)
-        compared = compare(job)
+        compared, finalists = compare(job), None
+        if is_traced:
+            job, compared, finalists = _traced(job, compared)
     except LayoutError as error:
         raise _refused(error.given, error.rule, error.nearest) from error
-    answer = Answer.of(job, choose(job, compared), sensitivity(job, compared))
+    answer = Answer.of(job, choose(job, compared), sensitivity(job, compared), finalists)
     if answer.best is not None and report is not None:
         with explained_write_errors(
             report.parent, consequence="no page was written", other_name="another file (--report)"
@@ -110,6 +121,24 @@ def find_plan(*, as_json: bool, report: Path | None, apply: Path | None, **optio
         if unwritten := [name for name, file in (("--report", report), ("--apply", apply)) if file is not None]:
             LOG.warning("no layout fits, so nothing was written for %s", " and ".join(unwritten))
         raise SystemExit(1)
+
+
+def _traced(job: Job, compared: LayoutTable) -> tuple[Job, LayoutTable, Finalists]:
+    """The job as traces correct it, its layouts, and those that were traced."""
+    from unisono.planner.finalists import Finalists, trace_finalists, untraceable
+    from unisono.planner.layout_space import OFFLOAD
+
+    for is_given, given, rule in (
+        (job.compiled, "--trace --compile", "blocks are traced as they are, not compiled"),
+        (job.pins.get(OFFLOAD), "--trace --pin offload=true", "what waits in the memory of the host is not traced"),
+    ):
+        if is_given:
+            raise _refused(given, rule, "one of the two alone")
+    if reason := untraceable(job.model):
+        return job, compared, Finalists(refused=reason)
+    from unisono.planner.traced_layout import LayoutTracer  # imports torch
+
+    return trace_finalists(job, LayoutTracer().memory)
 
 
 def _job(

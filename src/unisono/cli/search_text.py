@@ -14,6 +14,7 @@ from unisono.cli.prediction_text import layout_facts, prediction_lines
 if TYPE_CHECKING:
     from unisono.planner.answer import Answer
     from unisono.planner.decision_flips import DeviceCount, Perturbation
+    from unisono.planner.finalists import Finalists
     from unisono.planner.layout import Layout
     from unisono.planner.learned import Learned
     from unisono.planner.search import PredictedLayout
@@ -35,6 +36,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
             "learned_runs": answer.learned.runs,
         }
     return {
+        **({} if answer.finalists is None else {"traced": _traced(answer.finalists)}),
         "best": best,
         "simplest": found.simplest and _facts(found.simplest),
         "num_layouts": found.num_layouts,
@@ -72,6 +74,26 @@ def search_json(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _traced(finalists: Finalists) -> dict[str, Any]:
+    return {
+        "refused": finalists.refused,
+        "finalists": [
+            {
+                "layout": layout_facts(each.layout),
+                "step_s": each.step_s,
+                "counted_bytes": each.counted_bytes,
+                "traced_bytes": None if each.traced.refused else each.traced.peak_bytes,
+                "pipeline_rank": each.traced.rank,
+                "confidence": None if each.traced.refused else "exact",
+                "fits": each.fits,
+                "refused": each.traced.refused,
+            }
+            for each in finalists.traced
+        ],
+        "nearest": finalists.nearest and _facts(finalists.nearest),
+    }
+
+
 def _facts(candidate: PredictedLayout) -> dict[str, Any]:
     return {
         "layout": layout_facts(candidate.layout),
@@ -87,6 +109,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
     found = answer.found
     yield f"{found.num_layouts:,} layouts compared; {found.num_fitting:,} fit into {format_gib(found.limit_bytes)} of a device"
     if found.best is None or answer.prediction is None:
+        yield from _finalist_lines(answer)
         least = found.smallest
         yield f"none fits: the one that needs least takes {format_gib(least.needed_bytes)}, with {least.axes_text}"
         # what needs least has these unless they are pinned
@@ -108,6 +131,7 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         if name != "only":
             again = f", {stage.recomputed_blocks:g} recomputed" if found.best.layout.recompute == "partial" else ""
             yield f"  {name} stage{format_gib(stage.counted):>{18 - len(name) + 4}}    {stage.blocks:g} blocks{again}"
+    yield from _finalist_lines(answer)
     if answer.fits_with:
         yield answer.fits_with
     if answer.refused_by_runs:
@@ -135,6 +159,34 @@ def search_lines(answer: Answer, applied: Path | None) -> Iterator[str]:
         yield "values that no layout has"
         for (axis, reason), group in groupby(found.refused, lambda each: (each[0], each[2])):
             yield f"  {axis + '=' + ', '.join(value_text(value) for _, value, _ in group):<20}  {reason}"
+
+
+def _finalist_lines(answer: Answer) -> Iterator[str]:
+    """What was traced, and what that changed."""
+    from unisono.observe.run_summary import format_gib
+
+    finalists = answer.finalists
+    if finalists is None:
+        return
+    if finalists.refused:
+        yield f"traced: no: {finalists.refused}; memory is as counted"
+        return
+    yield "traced as unisono runs them (exact); counts of other layouts are corrected by these"
+    for each in finalists.traced:
+        counted = f"counted {format_gib(each.counted_bytes)}"
+        if each.traced.refused:
+            traced = f"traced: no: {each.traced.refused}"
+        else:
+            traced = f"traced {format_gib(each.traced.peak_bytes)}: {'fits' if each.fits else 'does not fit'}"
+        yield f"  {counted}, {traced}, {each.step_s:.4g} s, with {each.predicted.axes_text}"
+    if not any(each.fits for each in finalists.traced):
+        nearest = finalists.nearest
+        yield f"none of {len(finalists.traced)} traced layouts fits; " + (
+            "by corrected counts none does"
+            if nearest is None
+            else f"by corrected counts the fastest that does takes {format_gib(nearest.needed_bytes)}, {nearest.step_s:.4g} s, "
+            f"with {nearest.axes_text}"
+        )
 
 
 def learned_line(learned: Learned, step_s: float) -> str:

@@ -187,7 +187,7 @@ class World:
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on all ranks. JSON types only; tuples become lists."""
         if self.group is None or self.is_simulated:
-            return json.loads(json.dumps([value] * self.world_size))
+            return [json.loads(json.dumps(value))] * self.world_size  # of thousands of ranks
         payload = self._encode(value)
         with self.explain_errors("all_gather_json", payload.numel()):
             sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # has no public name; torch 2.13 tested
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree  # has no public name either
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -61,6 +60,7 @@ class LiveStorages(TorchDispatchMode):
         now_bytes: Bytes that are alive.
         peak: Where the most bytes were alive since the last ``reset_peak``.
         peaks: The same of each kind of operation.
+        history: Bytes that were alive after each operation since then.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
@@ -68,6 +68,7 @@ class LiveStorages(TorchDispatchMode):
         self.kind = ""
         self.now_bytes, self.peak = 0, Peak()
         self.peaks: dict[Site, Peak] = {}
+        self.history: list[int] = []
         self._fake = fake
         self._bytes: dict[int, int] = {}  # by address of the storage
         self._kinds: dict[int, str] = {}
@@ -105,7 +106,7 @@ class LiveStorages(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Begin a new peak, with what is alive now."""
         self.peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind))
-        self.peaks = {}
+        self.peaks, self.history = {}, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -118,6 +119,7 @@ class LiveStorages(TorchDispatchMode):
                 _address(tensor.untyped_storage()) not in inputs
             ):  # else it is a view, perhaps of what no operation has made
                 self._see(tensor, self.kind)
+        self.history.append(self.now_bytes)
         site = Site(self.kind, str(func), result.nbytes if isinstance(result, Tensor) else -1)
         if site not in self.peaks or self.now_bytes > self.peaks[site].bytes:
             peak = Peak(bytes=self.now_bytes, by_kind=dict(self._by_kind), operator=site.operator, kind=site.kind)
@@ -127,13 +129,16 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _counted(self, values: Any) -> list[Tensor]:
-        return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor) and self._counts(value)]
+        return [tensor for tensor in _tensors(values) if self._counts(tensor)]
 
     def _counts(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout != torch.strided:
+        if isinstance(tensor, FakeTensor):  # whose other properties are operations of their own
+            return (
+                tensor.fake_mode is self._fake and tensor.fake_device.type != "meta" and tensor.layout == torch.strided
+            )
+        if self._fake is not None or isinstance(tensor, DTensor) or tensor.is_meta:
             return False
-        fake = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-        return fake is self._fake
+        return tensor.layout == torch.strided
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
@@ -158,6 +163,17 @@ class LiveStorages(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._add(key, -self._bytes.pop(key))
         del self._kinds[key]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results of an operation."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in cast("Sequence[Any]", values):
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(cast("dict[str, Any]", values).values()))
 
 
 def _address(storage: Any) -> int:

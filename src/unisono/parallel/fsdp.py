@@ -113,8 +113,8 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
         _time_collectives(unit, dims)
     names = {parameter: spec.first_names[name] for name, parameter in model.named_parameters()}
-    units_of_blocks: Iterable[Any] = (unit for block in blocks for unit in _units(block))
-    for unit in units_of_blocks:
+    sharded_units = (unit for block in blocks for unit in _units(block))
+    for unit in sharded_units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for shard in group.fsdp_params:
                 if names[shard.sharded_param] in cast_before_gather:

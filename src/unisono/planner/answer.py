@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from unisono.errors import PlanError
 from unisono.observe.run_summary import format_gib
 from unisono.planner.decision_flips import Sensitivity
+from unisono.planner.finalists import Finalists
+from unisono.planner.layout import Layout
 from unisono.planner.layout_space import Job
 from unisono.planner.layout_strategy import plan_of
 from unisono.planner.learned import Learned
-from unisono.planner.peak_memory import StageMemory, stage_memory
-from unisono.planner.search import PredictedLayout, SearchResult
+from unisono.planner.peak_memory import EAGER_FACTOR, StageMemory, stage_memory
+from unisono.planner.search import PredictedLayout, SearchResult, needed_bytes
 from unisono.planner.simulate import Prediction, predict
 from unisono.planner.why_not import why_not
 
@@ -22,6 +24,7 @@ class Answer:
     """A search with what follows from it.
 
     Attributes:
+        job: What was searched for; if layouts were traced, with corrected counts.
         found: The result of the search.
         sensitivity: What would change the decision, and what fewer devices would do.
         prediction: That of the best layout; None if none fits.
@@ -29,8 +32,10 @@ class Answer:
         reasons: For each of ``found.changes``, why it was not chosen.
         refused_by_runs: Why unisono's own runs do not have the best layout; empty if they do.
         learned: By what earlier runs correct the time of the best layout.
+        finalists: The layouts that were traced; None if none was to be. Memory of the others is then as these correct it.
     """
 
+    job: Job
     found: SearchResult
     sensitivity: Sensitivity
     prediction: Prediction | None
@@ -38,6 +43,7 @@ class Answer:
     reasons: Sequence[str]
     refused_by_runs: str = ""
     learned: Learned = Learned()
+    finalists: Finalists | None = None
 
     @property
     def best(self) -> PredictedLayout | None:
@@ -56,7 +62,8 @@ class Answer:
         layout = self.best.layout if self.best else None
         if layout is None or layout.recompute != "partial":
             return ""
-        none, full = predict([replace(layout, recompute=mode, recomputed_blocks=()) for mode in ("none", "full")])
+        ends = [replace(layout, recompute=mode, recomputed_blocks=()) for mode in ("none", "full")]
+        none, full = _predicted(self.job, ends, self.finalists)
         counts, stages = layout.recomputed_blocks, len(layout.recomputed_blocks)
         where = "" if stages == 1 else f", {min(counts)} to {max(counts)} of each of {stages} stages"
         over = none.needed_bytes - self.found.limit_bytes
@@ -66,24 +73,51 @@ class Answer:
         return f"fits with {sum(counts)} of {layout.model.layers} blocks recomputed{where}; {without}, {slower}"
 
     @staticmethod
-    def of(job: Job, found: SearchResult, sensitivity: Sensitivity) -> Answer:
+    def of(job: Job, found: SearchResult, sensitivity: Sensitivity, finalists: Finalists | None = None) -> Answer:
         """The answer of a search for ``job``."""
         if found.best is None:
-            reasons = ["does not fit"] * len(found.changes)
-            return Answer(found=found, sensitivity=sensitivity, prediction=None, stages={}, reasons=reasons)
+            return Answer(
+                job=job,
+                found=found,
+                sensitivity=sensitivity,
+                prediction=None,
+                stages={},
+                reasons=["does not fit"] * len(found.changes),
+                finalists=finalists,
+            )
         layout = found.best.layout
-        best, *others = predict([layout, *(each.layout for _, _, each in found.changes)])
+        best, *others = _predicted(job, [layout, *(each.layout for _, _, each in found.changes)], finalists)
         refused = ""
         try:
             plan_of(layout)
         except PlanError as error:
             refused = "; ".join(f"{problem.given}: {problem.rule}" for problem in error.problems)
         return Answer(
+            job=job,
             found=found,
             sensitivity=sensitivity,
             prediction=best,
-            stages=stage_memory(layout),
+            stages={} if "traced" in best.memory else stage_memory(layout),
             reasons=[why_not(best, other, found.limit_bytes) for other in others],
             refused_by_runs=refused,
             learned=job.learned.of(layout.shared_axes),
+            finalists=finalists,
         )
+
+
+def _predicted(job: Job, layouts: Sequence[Layout], finalists: Finalists | None) -> list[Prediction]:
+    """Predictions with the memory as traced, of layouts that were not as traces of others correct it."""
+    found = predict(layouts)
+    if finalists is None or finalists.refused:
+        return found
+    corrected: list[Prediction] = []
+    for layout, prediction, needs in zip(layouts, found, needed_bytes(job, layouts), strict=True):
+        finalist = finalists.of(layout)
+        if finalist is not None and not finalist.traced.refused:
+            peak, room = finalist.traced.peak_bytes, layout.device.memory_bytes - finalist.traced.peak_bytes
+            memory = {"traced": peak, "allocator": min(peak * (EAGER_FACTOR - 1), max(0.0, room))}
+        else:
+            factor = float(needs) / prediction.needed_bytes
+            memory = {name: size * factor for name, size in prediction.memory.items()}
+        corrected.append(replace(prediction, memory=memory))
+    return corrected

@@ -60,6 +60,8 @@ class Job:
         layers_per_stage: Blocks of each stage of a pipeline, where they are given.
         memory_bytes: Memory of a device; 0: that of its data sheet.
         learned: What earlier runs of such a model on such devices correct.
+        traced_over_counted: What counted memory is multiplied by, for each kind of recompute (``finalists``); empty: by nothing.
+            That of partial recompute is beside those of none and full recompute (``search.needed_bytes``).
     """
 
     model: ModelShape
@@ -73,6 +75,7 @@ class Job:
     layers_per_stage: tuple[int, ...] = ()
     memory_bytes: float = 0
     learned: LearnedFactors = LearnedFactors()
+    traced_over_counted: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def given_text(self) -> str:

@@ -71,6 +71,10 @@ LAYOUT_SOURCES: Final[Mapping[str, Source]] = {
     "logits": Source(
         kind="modelled", text="12 bytes for each logit of a micro-batch, and the gathered input of the output matrix"
     ),
+    "traced": Source(
+        kind="exact",
+        text="tensors of the rank that needs most, from traces of a few blocks of unisono's own model (--trace)",
+    ),
     "allocator": Source(
         kind="fitted",
         text="reserved over counted bytes, the median of published runs (benchmarks/planner/published_memory.py)",

@@ -18,18 +18,22 @@ from unisono.planner.stage_blocks import blocks_per_rank, blocks_per_stage, spre
 _ACTIVATIONS = COUNTED.index("activations")
 
 
-def least_recompute(layouts: Sequence[Layout], limit_bytes: float, *, is_pinned: bool = False) -> list[Layout]:
+def least_recompute(
+    layouts: Sequence[Layout], limit_bytes: float | Numbers, *, is_pinned: bool = False
+) -> list[Layout]:
     """``layouts``, none of which recomputes anything, each with the fewest recomputed blocks of each rank with which it fits.
 
     Left out are those that fit as they are, or not with all blocks recomputed either. If partial recompute ``is_pinned``, these
-    recompute one block, and all but one.
+    recompute one block, and all but one. ``limit_bytes`` is one number, or one for each layout.
     """
-    layouts = [layout for layout in layouts if _can_be_partial(layout) and layout.model.layers > 1]
+    possible = np.array([_can_be_partial(layout) and layout.model.layers > 1 for layout in layouts], bool)
+    limits = np.broadcast_to(np.asarray(limit_bytes, float), len(layouts))[possible]
+    layouts = [layout for layout, can_be in zip(layouts, possible, strict=True) if can_be]
     if not layouts:
         return []
     ends = np.cumsum([layout.pp for layout in layouts])
     found: list[Layout] = []
-    for layout, counts in zip(layouts, np.split(_least_counts(layouts, limit_bytes), ends[:-1]), strict=True):
+    for layout, counts in zip(layouts, np.split(_least_counts(layouts, limits), ends[:-1]), strict=True):
         blocks = blocks_per_rank(layout)
         if is_pinned:
             counts = np.minimum(counts, blocks)
@@ -60,10 +64,11 @@ def _can_be_partial(layout: Layout) -> bool:
     return layout.pp * max(1, layout.stages_per_rank) <= layout.model.layers and layout.passes != "zbv"
 
 
-def _least_counts(layouts: Sequence[Layout], limit_bytes: float) -> Numbers:
+def _least_counts(layouts: Sequence[Layout], limits: Numbers) -> Numbers:
     """The fewest blocks of each rank of ``layouts``, one after the other; more than it has where that is not enough."""
     ranks = [places_of_ranks(layout) for layout in layouts]
     which = np.repeat(np.arange(len(layouts)), [len(each) for each in ranks])
+    limit_bytes = limits[which]
     places = np.array([place for each in ranks for place in each], float)
     blocks = places[:, 1].copy()
 

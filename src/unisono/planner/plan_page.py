@@ -49,6 +49,7 @@ _COLOURS: Final = {
     "activations": "#8250df",
     "recomputed": "#bf8700",
     "logits": "#2da44e",
+    "traced": "#1f6feb",
 }
 
 
@@ -69,7 +70,8 @@ def write_plan_page(path: Path, job: Job, answer: Answer) -> None:
     sections = [
         _ledger("Time of a step", "time", best.parts_s, "s", 1.0, _STEP_NOTE),
         _ledger("Memory", "memory", best.memory, "GiB", GIB, "Of the device that needs most."),
-        _stages(answer),
+        *_finalists(answer),
+        *([_stages(answer)] if answer.stages else []),
         *_passes(found.best.layout, best),
         _front(found),
         _flips(answer),
@@ -207,6 +209,30 @@ def _stages(answer: Answer) -> Section:
         note="In GiB, of the first and the last rank of the pipeline and of the one between them that needs most. "
         + (f"The layout {answer.fits_with}." if answer.fits_with else ""),
         tables=[Table(head=("stage", "rank", "blocks", "recomputed blocks", *COUNTED, "all"), rows=rows)],
+    )
+
+
+def _finalists(answer: Answer) -> Iterator[Section]:
+    """The traced layouts."""
+    if answer.finalists is None:
+        return
+    rows = [
+        [
+            each.predicted.axes_text,
+            f"{each.step_s:.4g} s",
+            format_gib(each.counted_bytes),
+            "" if each.traced.refused else format_gib(each.traced.peak_bytes),
+            each.traced.refused or ("fits" if each.fits else "does not fit"),
+        ]
+        for each in answer.finalists.traced
+    ]
+    yield Section(
+        title="Traced layouts",
+        note=f"Not traced: {answer.finalists.refused}."
+        if answer.finalists.refused
+        else "Exact bytes of tensors as unisono runs them, in the order in which they were traced. Memory of other layouts on "
+        "this page is counted, and corrected by these.",
+        tables=[Table(head=("layout", "step", "counted", "traced", ""), rows=rows)],
     )
 
 

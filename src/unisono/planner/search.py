@@ -7,7 +7,7 @@ nothing is pruned but by rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -149,7 +149,7 @@ def compare(job: Job) -> LayoutTable:
     if not space.layouts and (pin := space.nearest_pin()):
         given, rule, nearest = pin
         raise LayoutError(job.given_text, f"{given}: {rule}", nearest)
-    return _completed(job, _predicted(space.layouts, space.refused))
+    return _completed(job, _predicted(job, space.layouts, space.refused))
 
 
 def with_other_memory(job: Job, compared: LayoutTable) -> LayoutTable:
@@ -168,22 +168,60 @@ def with_other_memory(job: Job, compared: LayoutTable) -> LayoutTable:
     return _completed(job, modes)
 
 
-def _predicted(layouts: Sequence[Layout], refused: Sequence[tuple[str, Value, str]]) -> LayoutTable:
+def _predicted(job: Job, layouts: Sequence[Layout], refused: Sequence[tuple[str, Value, str]]) -> LayoutTable:
     if not layouts:
         return LayoutTable(layouts=(), step_s=np.zeros(0), needed_bytes=np.zeros(0), refused=refused)
-    times, needs = layout_time(layouts).total, peak_memory(layouts).counted
-    return LayoutTable(layouts=layouts, step_s=times, needed_bytes=needs, refused=refused)
+    times = layout_time(layouts).total
+    return LayoutTable(layouts=layouts, step_s=times, needed_bytes=needed_bytes(job, layouts), refused=refused)
+
+
+def needed_bytes(job: Job, layouts: Sequence[Layout]) -> Numbers:
+    """Counted bytes of ``layouts``, as traces of some layouts of ``job`` correct them. Partial recompute is corrected as much
+    nearer to none than to full recompute as it is counted."""
+    counted, factors = peak_memory(layouts).counted, job.traced_over_counted
+    if not factors:
+        return counted
+    needs = counted * [factors[layout.recompute] for layout in layouts]
+    partial = [index for index, layout in enumerate(layouts) if layout.recompute == PARTIAL]
+    if partial:
+        none, full = _ends([layouts[index] for index in partial])
+        share = (counted[partial] - full) / (none - full)
+        between = factors["full"] * full * (1 - share) + factors["none"] * none * share
+        needs[partial] = factors[PARTIAL] * between
+    return needs
+
+
+def _ends(layouts: Sequence[Layout]) -> tuple[Numbers, Numbers]:
+    """Counted bytes of ``layouts`` without recompute, and with full recompute."""
+    none, full = (
+        peak_memory([replace(layout, recompute=mode, recomputed_blocks=()) for layout in layouts]).counted
+        for mode in ("none", "full")
+    )
+    return none, full
+
+
+def _counted_limits(job: Job, layouts: Sequence[Layout]) -> float | Numbers:
+    """The counted bytes with which partial recompute of ``layouts`` fits as corrected."""
+    limit, factors = memory_limit(job), job.traced_over_counted
+    if not factors or not layouts:
+        return limit
+    none, full = _ends(layouts)
+    saved = np.maximum(1.0, factors["none"] * none - factors["full"] * full)  # bytes; zbv saves none
+    share = (limit / factors[PARTIAL] - factors["full"] * full) / saved
+    return full + share * (none - full)
 
 
 def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
     """``modes``, layouts without partial recompute, and those with it or with offload that fit the memory of ``job``."""
     pin = job.pins.get("recompute")
-    partial = _predicted(_partial(job, modes.layouts, modes.needed_bytes), ())
-    moved, rule_of_offload = (
-        ([], "") if OFFLOAD in job.pins else with_offload(job, modes.layouts, modes.needed_bytes, memory_limit(job))
-    )
+    partial = _predicted(job, _partial(job, modes.layouts, modes.needed_bytes), ())
+    moved, rule_of_offload = list[Layout](), ""
+    if job.traced_over_counted:
+        rule_of_offload = "what waits in the memory of the host is not traced"
+    elif OFFLOAD not in job.pins:
+        moved, rule_of_offload = with_offload(job, modes.layouts, modes.needed_bytes, memory_limit(job))
     # those that partial recompute was made from have another value than the pin
-    tables = [partial] if pin == PARTIAL else [modes, partial, _predicted(moved, ())]
+    tables = [partial] if pin == PARTIAL else [modes, partial, _predicted(job, moved, ())]
     layouts = [layout for table in tables for layout in table.layouts]
     if not layouts:
         raise LayoutError(
@@ -208,14 +246,20 @@ def _completed(job: Job, modes: LayoutTable) -> LayoutTable:
 
 def _partial(job: Job, layouts: Sequence[Layout], needs: Numbers) -> list[Layout]:
     """Layouts with partial recompute, made from those of ``layouts`` without recompute, which need so many bytes."""
-    limit, pin = memory_limit(job), job.pins.get("recompute")
+    pin = job.pins.get("recompute")
     if pin == PARTIAL:
         count = job.pins.get(RECOMPUTED_BLOCKS)
         return (
-            least_recompute(layouts, limit, is_pinned=True) if count is None else pinned_recompute(layouts, int(count))
+            least_recompute(layouts, _counted_limits(job, layouts), is_pinned=True)
+            if count is None
+            else pinned_recompute(layouts, int(count))
         )
-    over = [layout for layout, need in zip(layouts, needs, strict=True) if layout.recompute == "none" and need > limit]
-    return [] if pin or job.pins.get(OFFLOAD) else least_recompute(over, limit)
+    over = [
+        layout
+        for layout, need in zip(layouts, needs, strict=True)
+        if layout.recompute == "none" and need > memory_limit(job)
+    ]
+    return [] if pin or job.pins.get(OFFLOAD) else least_recompute(over, _counted_limits(job, over))
 
 
 def choose(job: Job, compared: LayoutTable) -> SearchResult:

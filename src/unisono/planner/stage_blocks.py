@@ -105,3 +105,10 @@ def blocks_per_stage(layout: Layout) -> tuple[int, ...]:
     if layout.layers_per_stage:
         return layout.layers_per_stage
     return spread_over_stages(layout, [int(blocks) for blocks in blocks_per_rank(layout)])
+
+
+def recomputed_per_stage(layout: Layout) -> tuple[int, ...]:
+    """Those of each stage that the backward pass computes again in full."""
+    if layout.recompute == "full":
+        return blocks_per_stage(layout)
+    return layout.recomputed_blocks or (0,) * (layout.pp * max(1, layout.stages_per_rank))

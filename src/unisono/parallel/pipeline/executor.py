@@ -41,7 +41,8 @@ class PipelineExecutor:
     """One rank's part of the pipeline. All ranks create it together, before other code wraps the layers of the blocks.
 
     ``hidden_states`` are shapes and dtypes that stages have received or passed on. ``around_pass`` gives a context for each pass
-    of a step, in which also its messages are sent and received.
+    of a step, in which also its messages are sent and received. ``is_sent`` tells of the work of a send whether its tensor may be
+    freed; Gloo tells it to those alone who wait.
     """
 
     def __init__(self, stages: PipelineStages, dims: ParallelDims, device: torch.device) -> None:
@@ -58,6 +59,7 @@ class PipelineExecutor:
         self._connect(dims)
         self.hidden_states: HiddenStates = {}
         self.around_pass: Callable[[Action], AbstractContextManager[Any]] = _plain
+        self.is_sent: Callable[[Any], bool] = _is_completed
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
         self._local: dict[Action, Tensor] = {}  # results that another stage of this rank receives
@@ -284,7 +286,7 @@ class PipelineExecutor:
             self._start_send(result.detach().contiguous(), action.stage, receiver)
 
     def _start_send(self, tensor: Tensor, sender: int, receiver: int) -> None:
-        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
+        self._sending = [(work, sent) for work, sent in self._sending if not self.is_sent(work)]
         with self._world.explain_collective_errors(f"send to stage {receiver}"):
             self._sending.append((self._isend(tensor, sender, receiver), tensor))
 
@@ -309,6 +311,10 @@ class PipelineExecutor:
 
 def _plain(action: Action) -> AbstractContextManager[Any]:
     return nullcontext()
+
+
+def _is_completed(work: Any) -> bool:
+    return bool(work.is_completed())
 
 
 def _link(sender: int, receiver: int) -> str:
