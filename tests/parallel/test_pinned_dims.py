@@ -196,8 +196,8 @@ def test_dims_that_cannot_be_split_are_refused() -> None:
             "2 entries of 'tp' or None",
         ),
         (
-            ParameterPlacement(module="blocks.*.atttention", parameter="q.weight", dims=COLUMNS),
-            "a placement in 'blocks.*.atttention'",
+            ParameterPlacement(module="blocks.*.attentions", parameter="q.weight", dims=COLUMNS),
+            "a placement in 'blocks.*.attentions'",
             "did you mean 'blocks.1.attention'?",
         ),
     ],

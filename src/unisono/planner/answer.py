@@ -13,7 +13,7 @@ from unisono.planner.layout import Layout
 from unisono.planner.layout_space import Job
 from unisono.planner.layout_strategy import plan_of
 from unisono.planner.learned import Learned
-from unisono.planner.peak_memory import EAGER_FACTOR, StageMemory, stage_memory
+from unisono.planner.peak_memory import ALLOCATOR_FACTOR, StageMemory, stage_memory
 from unisono.planner.search import PredictedLayout, SearchResult, needed_bytes
 from unisono.planner.simulate import Prediction, predict
 from unisono.planner.why_not import why_not
@@ -115,7 +115,7 @@ def _predicted(job: Job, layouts: Sequence[Layout], finalists: Finalists | None)
         finalist = finalists.of(layout)
         if finalist is not None and not finalist.traced.refused:
             peak, room = finalist.traced.peak_bytes, layout.device.memory_bytes - finalist.traced.peak_bytes
-            memory = {"traced": peak, "allocator": min(peak * (EAGER_FACTOR - 1), max(0.0, room))}
+            memory = {"traced": peak, "allocator": min(peak * (ALLOCATOR_FACTOR - 1), max(0.0, room))}
         else:
             factor = float(needs) / prediction.needed_bytes
             memory = {name: size * factor for name, size in prediction.memory.items()}

@@ -46,7 +46,8 @@ from unisono.train.pass_traces import Pass, RankPasses, trace_passes
 # data ranks that share states in a trace: from here on what they share is scaled, and all else is the same
 _MOST_SHARDS: Final = 8
 _RANKS: Final = 3  # of a traced pipeline: a first, a last, and one between
-_MICRO_BATCHES: Final = 3  # the first makes gradients, the next ones add to them, the last one reduces them
+# the first converts weights and makes gradients, the next ones add to these, the last one converts by itself and reduces them
+_MICRO_BATCHES: Final = 3
 
 Place = Literal["first", "middle", "last", "only"]  # of a stage in the model
 # of a pass among those of its kind through its stage; ``change`` for one of the next ones behind a pass of another kind
@@ -179,17 +180,20 @@ def _short(layout: Layout, mode: Mode) -> Layout:
     elif is_fsdp and pp > 1 and layout.passes != "gpipe" and layout.num_micro_batches > 2:
         # of these a pass leaves something to the next one, which differs behind one of the other kind
         schedule, micro_batches = "1f1b", _MICRO_BATCHES + 1
+    stages_per_rank = 2 if is_zbv else min(pp - 1, 1)
+    # beside blocks that are not recomputed their weights are converted once for all micro-batches, as those of the others
+    beside = layout.recompute == "partial" and mode == "full" and pp > 1 and _converts(layout)
     return replace(
         layout,
         model=replace(layout.model, layers=blocks * pp * (2 if is_zbv else 1), other_params=0),
         num_devices=layout.tp * layout.cp * pp * dp,
         pp=pp,
-        stages_per_rank=2 if is_zbv else min(pp - 1, 1),
+        stages_per_rank=stages_per_rank,
         schedule=schedule if pp > 1 else None,
         dp_shard=traced if layout.zero else layout.dp_shard and 1,
         global_batch=dp * int(layout.micro_batch) * micro_batches,
-        recompute=mode,
-        recomputed_blocks=(),
+        recompute="partial" if beside else mode,
+        recomputed_blocks=(blocks,) * pp * stages_per_rank if beside else (),
         learned_factor=1.0,
     )
 
@@ -206,6 +210,8 @@ def _trace(short: Layout) -> _Traces:
             middle = {rank, 2 * short.pp - 1 - rank} if more else set[int]()
             counts = tuple(blocks + (more if stage in middle else 0) for stage in range(stages))
             plan = plan.updated(pipeline={"layers_per_stage": counts})
+            if short.recompute == "partial":
+                plan = plan.updated(recompute={"blocks_per_stage": counts})
         else:
             counts = (blocks + more,)
         given = _inputs(replace(short.model, layers=sum(counts)), short, plan)
@@ -232,10 +238,11 @@ def _trace(short: Layout) -> _Traces:
     else:
         ranks["last"] = rank_of(short.pp - 1)
         at["last"] = ranks["last"], stages - 1
-    one, two = _by_role(*at[base]), _by_role(longer, at[base][1])
+    converts = _converts(short)
+    one, two = _by_role(*at[base], converts=converts), _by_role(longer, at[base][1], converts=converts)
     passes: dict[tuple[Place, Kind, Role], _PassBytes] = {}
     for place, (rank, stage) in at.items():
-        for (kind, role), made in _by_role(rank, stage).items():
+        for (kind, role), made in _by_role(rank, stage, converts=converts).items():
             like = (kind, role if (kind, role) in one else _OTHER_ROLE[role])
             passes[place, kind, role] = _pass_bytes(place, one[like], two[like], made)
     return _Traces(
@@ -266,24 +273,31 @@ def _sends(action: Action, last: int) -> bool:
     return action.kind != "W" and 0 <= action.stage + (1 if action.kind == "F" else -1) <= last
 
 
-def _by_role(rank: RankPasses, stage: int) -> dict[tuple[Kind, Role], Pass]:
-    """The passes through a stage, by kind and role."""
+def _by_role(rank: RankPasses, stage: int, *, converts: bool) -> dict[tuple[Kind, Role], Pass]:
+    """The passes through a stage, by kind and role; ``converts`` as of ``_role``."""
     last = max(each.action.micro for each in rank.passes)
     before: list[Kind | None] = [None, *(each.action.kind for each in rank.passes)]
     return {
-        (each.action.kind, _role(each.action, last, behind)): each
+        (each.action.kind, _role(each.action, last, behind, converts=converts)): each
         for each, behind in zip(rank.passes, before, strict=False)
         if each.action.stage == stage
     }
 
 
-def _role(action: Action, last: int, behind: Kind | None) -> Role:
-    """The role of a pass of micro-batches up to number ``last``, after a pass of kind ``behind``."""
+def _role(action: Action, last: int, behind: Kind | None, *, converts: bool) -> Role:
+    """The role of a pass.
+
+    Args:
+        action: The pass.
+        last: Number of the last micro-batch.
+        behind: Kind of the pass before.
+        converts: Whether passes convert weights, which the last forward pass does by itself (``train.step``).
+    """
     if last == 0:
         return "single"
     if action.micro == 0:
         return "first"
-    if action.micro == last and action.kind != "F":  # the last forward pass is one of the next ones
+    if action.micro == last and (converts or action.kind != "F"):  # else the last forward pass is one of the next ones
         return "last"
     return "next" if action.kind == behind else "change"
 
@@ -363,14 +377,14 @@ def _peak(layout: Layout, plan: Plan, traces: Mapping[Mode, _Traces], rank: int)
     begin = every.share * (outside.begin + more * outside.begin_of_block) + micro_batches * every.batch_bytes
     peak = begin + every.share * (outside.update + more * outside.update_of_block)
     level, posted, receives = begin, set[Action](), _next_receives(actions, mine, last)
-    behind, waits = None, False
+    behind, waits, converts = None, False, _converts(layout)
     reduced = ("first", "single") if layout.zero > 1 else ("last", "single")
     for action, nexts in zip(actions, receives, strict=True):
         for message in nexts:
             if message not in posted:
                 posted.add(message)
                 level += every.hidden_bytes
-        stage, role, behind = action.stage, _role(action, micro_batches - 1, behind), action.kind
+        stage, role, behind = action.stage, _role(action, micro_batches - 1, behind, converts=converts), action.kind
         place: Place = "first" if stage == 0 else "last" if stage == last else "middle"
         kept = blocks[stage] - again[stage]
         # the first blocks of a stage are those that are recomputed
@@ -386,6 +400,11 @@ def _peak(layout: Layout, plan: Plan, traces: Mapping[Mode, _Traces], rank: int)
         if action.kind in "BW" and role in reduced:
             level -= (1 - every.share) * blocks[stage] * outside.shards_of_block
     return peak
+
+
+def _converts(layout: Layout) -> bool:
+    """Whether passes convert weights to 16 bits: ranks that share parameters gather converted ones."""
+    return not plan_of(layout).uses_fsdp
 
 
 def _modes(layout: Layout) -> tuple[Mode, Mode]:

@@ -297,8 +297,10 @@ class ForwardBackward:
 
     def autocast(self, *, shares_casts: bool = True) -> AbstractContextManager[Any]:
         """The context of a forward pass; ``shares_casts`` as that of ``autocast``, where the plan lets weights stay."""
-        plan = self.plan
-        frees_weights = plan.uses_fsdp or plan.recompute.mode != "none"
+        plan, recompute = self.plan, self.plan.recompute
+        # in a pipeline that recomputes some blocks, copies of the others are there anyway
+        keeps_some = self.pipeline is not None and bool(recompute.blocks_per_stage)
+        frees_weights = plan.uses_fsdp or (recompute.mode != "none" and not keeps_some)
         return autocast(plan.precision.compute, plan.mesh.device, keeps_casts=shares_casts and not frees_weights)
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
