@@ -166,8 +166,13 @@ class _Search:
         if layout.recompute == PARTIAL or (not made.fits and layout.passes != "zbv"):
             kinds += ("none", "full")
         for kind in dict.fromkeys(kinds):
-            other = replace(layout, recompute=kind, recomputed_blocks=())
-            traced = made.traced if kind == layout.recompute else self.memory_of(other)
+            # a pipeline with ZeRO 1 takes the fewest traces, and is what an answer often is
+            zero = min(layout.zero, 1) if layout.pp > 1 and layout.recompute != PARTIAL else layout.zero
+            other = replace(layout, recompute=kind, recomputed_blocks=(), zero=zero)
+            if kind == layout.recompute:
+                other, traced = layout, made.traced
+            else:
+                traced = self.memory_of(other)
             if not traced.refused:
                 self.factors[kind] = traced.peak_bytes / float(peak_memory([other]).counted[0])
         if layout.recompute == PARTIAL:
