@@ -113,13 +113,17 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
         _time_collectives(unit, dims)
     names = {parameter: spec.first_names[name] for name, parameter in model.named_parameters()}
-    sharded_units = (unit for block in blocks for unit in _units(block))
-    for unit in sharded_units:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for unit in (unit for block in blocks for unit in _units(block)):
+        for group in _param_groups(unit):
             for shard in group.fsdp_params:
                 if names[shard.sharded_param] in cast_before_gather:
                     _cast_before_gather(shard, group, COMPUTE_DTYPES[plan.precision.compute])
     _record(model, dims, table)
+
+
+def _param_groups(unit: Any) -> list[Any]:
+    """FSDP2's own groups of the parameters of ``unit``, for which it has no public name."""
+    return unit._get_fsdp_state()._fsdp_param_groups
 
 
 def _cast_before_gather(shard: Any, group: Any, dtype: torch.dtype) -> None:
