@@ -77,8 +77,9 @@ def test_each_block_saves_as_much_and_costs_as_much() -> None:
     assert activations == pytest.approx(np.full(32, activations[0]))
     tokens = layout.micro_batch * layout.seq_len
     hidden, ffn = layout.model.hidden, layout.model.ffn
-    # a block keeps its input alone: outputs of norms, projections and attention, and the feed-forward layer are computed again
-    assert -activations[0] == pytest.approx((2 * 8 * hidden + 4 * 32 + 8 * ffn - 2 * hidden) * tokens)
+    # a block keeps its input alone: outputs of norms, projections and attention, and the feed-forward layer are computed again; so
+    # are both inputs of norms in 32 bits, with what their weights multiply
+    assert -activations[0] == pytest.approx((2 * (8 + 4) * hidden + 4 * 32 + 8 * ffn - 2 * hidden) * tokens)
 
 
 def need_of_ranks(layout: Layout, recomputed: tuple[float, ...]) -> list[float]:
@@ -146,7 +147,7 @@ def test_a_plan_with_partial_recompute_is_the_same_each_time_and_says_what_chang
     assert search(each) == search(replace(each, pins=dict(each.pins)))
     assert best.axes_text.endswith(f"recompute=partial ({sum(best.layout.recomputed_blocks)} of 126 blocks)")
     slower = next(it for axis, value, it in search(each).changes if (axis, value) == ("recompute", "full"))
-    assert slower.step_s > 1.05 * best.step_s
+    assert slower.step_s > 1.03 * best.step_s  # what predictions tell apart (``search._SAME``)
     flips = {(it.changed, it.factor): it for it in sensitivity(each, compare(each)).perturbations}
     for factor in (0.5, 2):
         flip = flips["device memory", factor]

@@ -18,8 +18,10 @@ Numbers = NDArray[np.float64]
 Recompute = Literal["none", "selective", "full", "partial"]
 Cut = Literal["equal", "balanced", "given"]
 AttentionKernel = Literal["new", "flash-2", "flash-1", "stored"]
-Kept = Literal["gathered inputs", "norms in 32 bits", "repeated keys", "attention twice"]
-KEPT: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "attention twice")
+Kept = Literal["gathered inputs", "norms in 32 bits", "repeated keys", "attention twice", "all products"]
+KEPT: Final[tuple[Kept, ...]] = (
+    *("gathered inputs", "norms in 32 bits", "repeated keys", "attention twice", "all products"),
+)
 Loss = Literal["plain", "in place", "fused"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -74,7 +76,8 @@ class Layout:
             column-wise products, with tensor parallelism (they are not gathered again); ``norms in 32 bits``, of operators of
             PyTorch: their input in 32 bits, and it normalized in 16; ``repeated keys``: keys and values of each query head;
             ``attention twice``: its output in the order of its heads and in that of its projection's tokens, which differ
-            where sequences are the second dimension.
+            where sequences are the second dimension; ``all products``, with selective recompute: the results of all matrix
+            products and of attention, of row-wise ones before they are summed over the ranks.
         attention_kernel: ``new`` has the matrix instructions of its device; ``flash-2`` is FlashAttention-2, without those of
             devices after A100; ``flash-1`` is its first version, also in Triton; ``stored`` keeps all scores in memory.
         fused: Whether operations that are bound by memory are fused, by a compiler or by the trainer's own kernels.

@@ -14,7 +14,7 @@ from typing import Final
 from unisono.plan.options import Schedule
 from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, Layout, LayoutError, Recompute, check_blocks
+from unisono.planner.layout import ZERO_STAGES, Kept, Layout, LayoutError, Recompute, check_blocks
 from unisono.planner.learned import LearnedFactors
 from unisono.planner.model_shape import ModelShape
 
@@ -27,6 +27,8 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of al
 OFFLOAD: Final = "offload"  # not enumerated either, unless pinned (``offloading``)
 PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
+# by blocks of unisono's own models
+_KEPT_BY_RUNS: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "all products")
 LAYERS_PER_STAGE: Final = "layers_per_stage"  # and another, which ``Job`` has by itself
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
@@ -215,7 +217,7 @@ class Space:
                             if ep > 1 and (dp_shard * cp % ep or zero == 0):
                                 self._refuse("it divides the dp_shard x cp ranks that share states", ep=ep)
                                 continue
-                            for recompute in self._recomputes(zero, schedule):
+                            for recompute in self._recomputes(schedule):
                                 yield self._layout(
                                     tp, pp, cp, stages, schedule, zero, dp_shard, ep, micro_batch, recompute
                                 )
@@ -272,16 +274,13 @@ class Space:
                 elif dp % dp_shard:
                     self._refuse("it divides the model's replicas", dp_shard=dp_shard)
 
-    def _recomputes(self, zero: int, schedule: Schedule | None) -> Iterator[Recompute]:
+    def _recomputes(self, schedule: Schedule | None) -> Iterator[Recompute]:
         pin = self.job.pins.get("recompute")
         for recompute in RECOMPUTE if not self.job.pins.get(OFFLOAD) else RECOMPUTE[:1]:
             if pin not in (None, recompute) and (pin, recompute) != (PARTIAL, "none"):
                 continue
             if recompute == "selective" and self.job.model.traced:
                 self._refuse("what it keeps of a model of one's own is not known", recompute=recompute)
-                continue
-            if recompute == "selective" and zero < 2 and "recompute" not in self.job.pins:
-                self._refuse("predicted as none where ranks share no gradients", recompute=recompute)
                 continue
             if recompute != "none" and schedule == "zbv" and pin is None:
                 self._refuse("zbv keeps for gradients of weights what is recomputed", recompute=recompute)
@@ -324,6 +323,7 @@ class Space:
             recompute=recompute,
             offload=bool(job.pins.get(OFFLOAD, False)),
             compiled=job.compiled,
+            keeps=_KEPT_BY_RUNS,
         )
         factor = job.learned.of(layout.shared_axes).factor
         return layout if factor == 1 else replace(layout, learned_factor=factor)

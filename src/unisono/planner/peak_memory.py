@@ -304,7 +304,12 @@ def _bytes_of_block(
     if "gathered inputs" in keeps:
         kept += 2 * _BYTES * hidden * (tp - 1)
     least = _BYTES * hidden  # its input
-    if recompute == "selective" and is_fsdp:
+    if recompute == "selective" and "all products" in keeps:
+        # those of both row-wise layers before they are summed over the ranks, and the input in 32 bits
+        rows = 2 + (model.experts_per_token - 1) * model.expert_layers / model.layers
+        kept = 2 * _BYTES * hidden + _BYTES * (2 * query + 2 * key_value + rows * hidden * tp)
+        kept += (2 if model.gated else 1) * _BYTES * model.units_per_token + _LOG_SUM * model.heads
+    elif recompute == "selective" and is_fsdp:
         # torchtitan's: every second matrix product and attention are kept (PyTorch's selective checkpoint). A compiled block does
         # not keep the output of the last product, which no backward pass needs
         kept = _BYTES * ((1 if compiled else 2) * hidden + 2 * query + key_value + model.units_per_token)
