@@ -77,8 +77,8 @@ def test_each_block_saves_as_much_and_costs_as_much() -> None:
     assert activations == pytest.approx(np.full(32, activations[0]))
     tokens = layout.micro_batch * layout.seq_len
     hidden, ffn = layout.model.hidden, layout.model.ffn
-    # a block keeps its input alone: outputs of norms, projections and attention, and the feed-forward layer are computed again; so
-    # are both inputs of norms in 32 bits, with what their weights multiply
+    # a block keeps its input alone: outputs of norms, projections and attention, and the feed-forward layer are computed again;
+    # so are both inputs of norms in 32 bits, with what their weights multiply
     assert -activations[0] == pytest.approx((2 * (8 + 4) * hidden + 4 * 32 + 8 * ffn - 2 * hidden) * tokens)
 
 

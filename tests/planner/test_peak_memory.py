@@ -105,6 +105,18 @@ def test_what_a_program_keeps_besides_is_said(keeps: str, more: int) -> None:
     assert full["recomputed"] - other["recomputed"] == more * 2 * 8192
 
 
+def test_selective_recompute_may_keep_the_results_of_all_products() -> None:
+    """Those of row-wise layers are not divided by tensor parallelism; without recompute it says nothing."""
+    row = {"model": "llama-3-8b", "gpu_type": "B200", "gpus": "8", "fsdp": "8", "micro_batch": "2"}
+    row |= {"keeps": "all products", "recompute": "selective"}
+    for tp in (1, 4):
+        layout = read_layout(row | {"tp": str(tp), "fsdp": str(8 // tp)})
+        kept_bytes = 4 * 4096 + 2 * (2 * 4096 + 2 * 1024 + 2 * 4096 * tp + 2 * 14336) + 4 * 32
+        assert parts(layout)["activations"] == 32 * kept_bytes * 2 * layout.seq_len / tp
+        plain = replace(layout, recompute="none")
+        assert parts(plain) == parts(replace(plain, keeps=()))
+
+
 def test_what_is_kept_depends_on_the_layout() -> None:
     """Inputs are gathered by tensor parallelism alone, and were there while a block was used; one sequence has one order; a
     compiler fuses norms."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unisono.parallel.pipeline import executor
 from unisono.planner import traced_layout
 from unisono.planner.devices import DEVICES
 from unisono.planner.layout import Layout
+from unisono.planner.layout_space import Job
 from unisono.planner.layout_strategy import plan_of
 from unisono.planner.model_shape import ModelShape
+from unisono.planner.peak_memory import peak_memory
+from unisono.planner.search import compare
 from unisono.planner.traced_layout import LayoutTracer
 from unisono.train.dry_run import trace_ranks
 
@@ -102,6 +106,32 @@ def test_shared_states(zero: int, pp: int) -> None:
 )
 def test_other_axes(values: dict[str, Any]) -> None:
     check(layout(**values))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(("recompute", "least"), [("none", 0.98), ("selective", 0.93)])
+def test_a_search_counts_what_tokens_add(recompute: str, least: float, tp: int) -> None:
+    """Of a sequence twice as long, with few logits, whose loss is counted otherwise: 1.01 and 1.00, selective 0.95."""
+    few = replace(SHAPE, layers=8, vocab=64)
+    job = Job(
+        model=few,
+        device=DEVICES["h100"],
+        num_devices=2 * tp,
+        precision="bf16",
+        global_batch=6,
+        seq_len=256,
+        pins={"tp": tp, "pp": 1, "zero": 1, "micro_batch": 1, "recompute": recompute},
+    )
+    longer = replace(job, seq_len=512)
+    (one,), (two,) = (
+        [it for it in compare(each).layouts if it.cp == 1 and it.dp_shard == 2 and it.recompute == recompute]
+        for each in (job, longer)
+    )
+    tracer = LayoutTracer()
+    traced = tracer.memory(two).peak_bytes - tracer.memory(one).peak_bytes
+    added = float(np.diff(peak_memory([one, two]).counted)[0])
+    assert least < added / traced < 1.02
 
 
 def test_what_layouts_have_in_common_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
