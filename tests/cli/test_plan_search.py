@@ -49,6 +49,7 @@ def test_the_best_plan_is_what_simulate_predicts(desk: Desk) -> None:
         f"zero={layout['zero']}",
         "cut=balanced",
         f"notes=VP={layout['stages_per_rank']}",
+        f"keeps={', '.join(layout['keeps'])}",
     ]
     job = ("model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns)
     simulated = json.loads(desk.here("plan", "simulate", "--json", *job).out)
@@ -414,6 +415,7 @@ def test_partial_recompute_is_what_simulate_predicts(desk: Desk) -> None:
         f"recomputed_blocks={','.join(map(str, layout['recomputed_blocks']))}",
         f"fsdp={layout['dp_shard']}",
         f"notes=VP={layout['stages_per_rank']}",
+        f"keeps={', '.join(layout['keeps'])}",
     ]
     simulated = desk.here("plan", "simulate", "--json", "model=llama-3-70b", "gpu_type=h100", "gpus=64", *columns).json
     assert simulated["step_s"] == pytest.approx(best["step_s"])
@@ -556,7 +558,7 @@ TRACED = (
 def test_finalists_are_traced_and_decide(desk: Desk) -> None:
     (desk.folder / "gpt.toml").write_text(GPT)
     outputs = ("--json", "--apply", "best.json", "--report", "page.html")
-    found = desk.here("plan", *TRACED, "--memory-gib", "0.3", *outputs).json
+    found = desk.here("plan", *TRACED, "--memory-gib", "0.33", *outputs).json
     finalists = found["traced"]["finalists"]
     assert [each["fits"] for each in finalists[:2]] == [False, True]
     assert finalists[0]["counted_bytes"] <= found["limit_bytes"] < finalists[0]["traced_bytes"]
@@ -566,7 +568,7 @@ def test_finalists_are_traced_and_decide(desk: Desk) -> None:
     assert best["traced_bytes"] == found["best"]["needed_bytes"] == found["best"]["prediction"]["memory"]["traced"]
     assert found["sources"]["traced"]["kind"] == "exact"
     applied = json.loads((desk.folder / "best.json").read_text())["recompute"]
-    assert applied == {"mode": "full", "blocks_per_stage": found["best"]["layout"]["recomputed_blocks"]}
+    assert applied["mode"] == found["best"]["layout"]["recompute"] == "selective"
     page = (desk.folder / "page.html").read_text()
     assert "Traced layouts" in page
     assert "does not fit" in page

@@ -87,7 +87,7 @@ def test_the_answer_was_traced_and_no_faster_layout_fits(factors: tuple[float, f
     assert traced is not None
     assert traced.fits
     assert result.best.needed_bytes == traced.traced.peak_bytes
-    assert 2 <= len(finalists.traced) <= MOST_FINALISTS
+    assert 1 <= len(finalists.traced) <= MOST_FINALISTS
     table = compare(replace(JOB, pins={"offload": False}))
     fitting = [
         step_s

@@ -41,7 +41,7 @@ def job(model: str, **changes: object) -> Job:
 # memory between what all blocks keep and what recomputed ones do
 SHORT = [
     job("llama-2-7b", global_batch=64, seq_len=4096, memory_bytes=30 * GIB),
-    job("llama-3-70b", num_devices=64, global_batch=256, memory_bytes=44 * GIB),
+    job("llama-3-70b", num_devices=64, global_batch=256, memory_bytes=60 * GIB),
     job("mixtral-8x7b", num_devices=64, global_batch=256, seq_len=4096, memory_bytes=48 * GIB, pins={"zero": 1}),
 ]
 NAMES = [f"{each.model.layers} layers on {each.num_devices}" for each in SHORT]

@@ -30,12 +30,13 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
 def prediction_lines(layout: Layout, prediction: Prediction) -> Iterator[str]:
     """The layout, its step time and memory, and what they consist of."""
     from unisono.observe.run_summary import format_gib
+    from unisono.planner.layout import KEPT_BY_RUNS
     from unisono.planner.step_time import efficiency_key, fitted_constants
 
     step_s, factor = prediction.step_s, 1 + prediction.spread
     said = {name: value for name, value in layout_facts(layout).items() if value not in ([], None)}
-    if "blocks" in said:  # as the column has it
-        said["cut"] = said.pop("blocks")
+    if layout.keeps == KEPT_BY_RUNS:  # goes without saying
+        del said["keeps"]
     yield " ".join(f"{name}={_text(value)}" for name, value in said.items() if value is not False)
     if layout.pp > 1 and not layout.stages_per_rank:
         yield f"stages per rank are not given (notes=VP=1): {fitted_constants().stages_per_rank:.2g} are assumed"

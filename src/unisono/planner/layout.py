@@ -22,6 +22,8 @@ Kept = Literal["gathered inputs", "norms in 32 bits", "repeated keys", "attentio
 KEPT: Final[tuple[Kept, ...]] = (
     *("gathered inputs", "norms in 32 bits", "repeated keys", "attention twice", "all products"),
 )
+# by blocks of unisono's own models
+KEPT_BY_RUNS: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "all products")
 Loss = Literal["plain", "in place", "fused"]
 ZERO_STAGES: Final = (0, 1, 2, 3)
 

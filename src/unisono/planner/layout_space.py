@@ -14,7 +14,7 @@ from typing import Final
 from unisono.plan.options import Schedule
 from unisono.plan.plan import STAGES_PER_RANK
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import ZERO_STAGES, Kept, Layout, LayoutError, Recompute, check_blocks
+from unisono.planner.layout import KEPT_BY_RUNS, ZERO_STAGES, Layout, LayoutError, Recompute, check_blocks
 from unisono.planner.learned import LearnedFactors
 from unisono.planner.model_shape import ModelShape
 
@@ -27,8 +27,6 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")  # of al
 OFFLOAD: Final = "offload"  # not enumerated either, unless pinned (``offloading``)
 PARTIAL: Final[Recompute] = "partial"  # not enumerated: its blocks follow from the memory (``partial_recompute``)
 RECOMPUTED_BLOCKS: Final = "recomputed_blocks"  # a pin beside those of ``AXES``, of partial recompute
-# by blocks of unisono's own models
-_KEPT_BY_RUNS: Final[tuple[Kept, ...]] = ("gathered inputs", "norms in 32 bits", "repeated keys", "all products")
 LAYERS_PER_STAGE: Final = "layers_per_stage"  # and another, which ``Job`` has by itself
 _LEAST_SHARE: Final = 4096  # tokens of a sequence on each rank that divides it
 _MOST_MICRO_BATCH: Final = 16
@@ -323,7 +321,7 @@ class Space:
             recompute=recompute,
             offload=bool(job.pins.get(OFFLOAD, False)),
             compiled=job.compiled,
-            keeps=_KEPT_BY_RUNS,
+            keeps=KEPT_BY_RUNS,
         )
         factor = job.learned.of(layout.shared_axes).factor
         return layout if factor == 1 else replace(layout, learned_factor=factor)

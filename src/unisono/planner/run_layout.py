@@ -8,7 +8,7 @@ from typing import cast
 from unisono.config.fields import option_tree
 from unisono.plan.plan import Plan
 from unisono.planner.devices import Device, Precision
-from unisono.planner.layout import Layout, LayoutError
+from unisono.planner.layout import KEPT_BY_RUNS, Layout, LayoutError
 from unisono.planner.model_files import SHAPED, built_in_shape
 from unisono.planner.stage_blocks import blocks_per_stage
 from unisono.tasks.model_names import default_model
@@ -70,6 +70,7 @@ def layout_of_run(config: RunConfig, plan: Plan, device: Device, vocab: int) -> 
             recomputed_blocks=recompute.blocks_per_stage,
             offload=recompute.offload,
             compiled=plan.backend.compile != "off",
+            keeps=KEPT_BY_RUNS,
         )
     except LayoutError:
         return None
