@@ -78,7 +78,7 @@ def test_counts_that_are_too_low_alike_are_corrected_by_one_trace(factor: float)
     assert [each.fits for each in finalists.traced[:2]] == [False, True]
 
 
-@pytest.mark.parametrize("factors", [(2.5, 1.1), (1.8, 1.0), (1.2, 1.6)])
+@pytest.mark.parametrize("factors", [(2.5, 1.1), (1.8, 1.0), (1.4, 2.2)])
 def test_the_answer_was_traced_and_no_faster_layout_fits(factors: tuple[float, float]) -> None:
     memory_of = scaled(*factors)
     result, finalists = found(JOB, memory_of)
@@ -87,7 +87,7 @@ def test_the_answer_was_traced_and_no_faster_layout_fits(factors: tuple[float, f
     assert traced is not None
     assert traced.fits
     assert result.best.needed_bytes == traced.traced.peak_bytes
-    assert 1 <= len(finalists.traced) <= MOST_FINALISTS
+    assert 2 <= len(finalists.traced) <= MOST_FINALISTS
     table = compare(replace(JOB, pins={"offload": False}))
     fitting = [
         step_s

@@ -42,7 +42,7 @@ def job(model: str, **changes: object) -> Job:
 SHORT = [
     job("llama-2-7b", global_batch=64, seq_len=4096, memory_bytes=30 * GIB),
     job("llama-3-70b", num_devices=64, global_batch=256, memory_bytes=60 * GIB),
-    job("mixtral-8x7b", num_devices=64, global_batch=256, seq_len=4096, memory_bytes=48 * GIB, pins={"zero": 1}),
+    job("mixtral-8x7b", num_devices=64, global_batch=256, seq_len=4096, memory_bytes=48 * GIB, pins={"zero": 3}),
 ]
 NAMES = [f"{each.model.layers} layers on {each.num_devices}" for each in SHORT]
 
@@ -130,8 +130,7 @@ def test_more_memory_is_never_slower_and_partial_recompute_is_faster_than_full(e
         modes = [
             float(seconds)
             for layout, seconds, need in zip(table.layouts, table.step_s, table.needed_bytes, strict=True)
-            # selective recompute is predicted to take no time
-            if layout.recompute in ("none", "full") and need <= memory_limit(given)
+            if layout.recompute != "partial" and need <= memory_limit(given)
         ]
         gained.append(min(modes, default=np.inf) / best.step_s - 1)
     assert len(times) >= 10
@@ -141,14 +140,16 @@ def test_more_memory_is_never_slower_and_partial_recompute_is_faster_than_full(e
 
 
 def test_a_plan_with_partial_recompute_is_the_same_each_time_and_says_what_changes_it() -> None:
-    each = job("llama-3-405b", num_devices=16384, global_batch=2048, pins={"zero": 1})
+    # more memory than an H100 has, so that not nearly all blocks are recomputed
+    device = replace(DEVICES["h100"], memory_bytes=96 * GIB)
+    each = job("llama-3-405b", device=device, num_devices=16384, global_batch=2048, pins={"zero": 1})
     best = search(each).best
     assert best is not None
     assert best.layout.recompute == "partial"
     assert search(each) == search(replace(each, pins=dict(each.pins)))
     assert best.axes_text.endswith(f"recompute=partial ({sum(best.layout.recomputed_blocks)} of 126 blocks)")
     slower = next(it for axis, value, it in search(each).changes if (axis, value) == ("recompute", "full"))
-    assert slower.step_s > 1.03 * best.step_s  # what predictions tell apart (``search._SAME``)
+    assert slower.step_s > 1.05 * best.step_s
     flips = {(it.changed, it.factor): it for it in sensitivity(each, compare(each)).perturbations}
     for factor in (0.5, 2):
         flip = flips["device memory", factor]
